@@ -1,0 +1,3 @@
+"""Hotfixes for the host-to-device copies of the installed vLLM release, as a vLLM plugin."""
+
+__version__ = "0.1.0"
