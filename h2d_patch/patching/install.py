@@ -1,0 +1,101 @@
+"""Put new code or a replacement in, and take it out again so that everything is the identical object it was."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import wrapt
+
+from .locate import Located, rebind
+from .pattern import Definition
+from .rewrite import ModuleSource, Rewrite
+from .switch import Site
+
+_lock = threading.RLock()
+_rewritten: dict[int, RewrittenFunction] = {}
+
+
+class RewrittenFunction:
+    """A function whose code we exchanged in place: identity, decorators and every alias stay."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+        self.original = function.__code__
+        self.new = self.original
+        self.exchanges: list[tuple[Rewrite, Site]] = []
+
+
+def original_code(function: types.FunctionType) -> types.CodeType:
+    """The code that `function` had before we touched it."""
+    entry = _rewritten.get(id(function))
+    return entry.original if entry is not None else function.__code__
+
+
+def build_rewrite(
+    function: types.FunctionType,
+    source: ModuleSource,
+    definition: Definition,
+    rewrites: Sequence[Rewrite],
+    site: Site,
+) -> Callable[[], Callable[[], None]]:
+    """Compiles `function` with `rewrites` exchanged, beside those that are in it already.
+
+    Returns what installs it, which returns what takes it out. Raises Refused; nothing has changed then.
+    """
+    with _lock:
+        entry = _rewritten.get(id(function)) or RewrittenFunction(function)
+        exchanges = [*entry.exchanges, *((rewrite, site) for rewrite in rewrites)]
+        code = source.build(definition, entry.original, exchanges)
+
+    def install() -> Callable[[], None]:
+        with _lock:
+            _rewritten[id(function)] = entry
+            entry.exchanges = exchanges
+            entry.new = function.__code__ = code
+        return lambda: _take_out(entry, site)
+
+    return install
+
+
+def _take_out(entry: RewrittenFunction, site: Site) -> None:
+    """Turns `site` off; with the last one gone, the function has its own code object again."""
+    with _lock:
+        site.on = False
+        entry.exchanges = [pair for pair in entry.exchanges if pair[1] is not site]
+        if entry.exchanges or _rewritten.pop(id(entry.function), None) is not entry:
+            return
+        if entry.function.__code__ is entry.new:  # code that someone else has put there since is theirs
+            entry.function.__code__ = entry.original
+
+
+def install_replacement(located: Located, put: Callable[..., Any], site: Site) -> Callable[[], None]:
+    """Wraps the function so that `put` runs in its place while `site` is on; returns what takes the wrapper off.
+
+    Names that other modules bound with `from … import …` are re-bound, and put back.
+    """
+
+    def chosen(wrapped: Callable[..., Any], _instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return put(*args, **kwargs) if site.on else wrapped(*args, **kwargs)
+
+    with _lock:
+        wrapper = wrapt.FunctionWrapper(located.found, chosen)
+        places: list[tuple[Any, str]] = []
+        if isinstance(located.holder, types.ModuleType):
+            places += rebind(located.found, wrapper)
+        else:
+            setattr(located.holder, located.name, wrapper)
+            places.append((located.holder, located.name))
+
+    def take_off() -> None:
+        with _lock:
+            site.on = False
+            for holder, name in places:
+                if vars(holder).get(name) is wrapper:
+                    setattr(holder, name, located.found)
+            if isinstance(located.holder, types.ModuleType):  # whoever bound the name while we were in
+                rebind(wrapper, located.found)
+
+    return take_off

@@ -1,0 +1,81 @@
+"""On and off, for each fix and at each place: what the new code asks, counts and calls through."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class Site:
+    """One target's place in the new code.
+
+    The code reads `on` where the copy is, and calls the copy functions, which `bind` has put here as attributes; they
+    count in `calls` and `fallbacks` and report through `declined` and `failed`. Counts are exact within a thread and
+    may lose a few between threads: they are for people, and a lock would cost more than the copy.
+    """
+
+    def __init__(self, on_failure: Callable[[Site, str], None] | None = None) -> None:
+        self.on = False
+        self.calls = 0
+        self.fallbacks = 0
+        self.reasons: dict[str, int] = {}
+        self._on_failure = on_failure
+
+    def declined(self, reason: str) -> None:
+        """A copy function left this call to the original, for `reason`."""
+        self.fallbacks += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def failed(self, error: BaseException) -> None:
+        """A copy function raised; the original has run in its place. Turns the fix off in this process."""
+        self.on = False
+        self.declined("an error of ours")
+        if self._on_failure is not None:
+            self._on_failure(self, last_line(error))
+
+    def bind(self, name: str, function: Callable[..., Any]) -> None:
+        setattr(self, name, function)
+
+
+class Switch:
+    """One fix in one process: turns all its sites on or off together, and clears what outlives a call."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+        self._lock = threading.Lock()
+        self._sites: list[Site] = []
+        self._caches: list[Callable[[], object]] = []
+
+    def add(self, site: Site, clear_cache: Callable[[], object] | None = None) -> None:
+        """`clear_cache` empties a cache of results that the other arm made; called whenever the switch flips."""
+        with self._lock:
+            self._sites.append(site)
+            if clear_cache is not None:
+                self._caches.append(clear_cache)
+            site.on = self.on
+
+    def remove(self, site: Site) -> None:
+        """Turns `site` off for good: its self-test or a call failed, or it must not run in this process."""
+        with self._lock:
+            site.on = False
+            if site in self._sites:
+                self._sites.remove(site)
+
+    def turn(self, on: bool) -> None:
+        with self._lock:
+            flipped = on != self.on
+            self.on = on
+            for site in self._sites:
+                site.on = on
+            caches = list(self._caches) if flipped else []
+        for clear in caches:
+            clear()
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of `error`'s traceback and where it was raised."""
+    text = traceback.format_exception_only(type(error), error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text

@@ -1,0 +1,436 @@
+"""The fixes of this process: from the manifest through locate, recognise, build, self-test and install to a verdict.
+
+Everything that vLLM could see an exception from (`start`, the post-import hooks, the device start-up) catches its own
+errors, says so once in the log, and leaves the original running; under `H2D_PATCH_STRICT=1` it raises instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import wrapt
+
+from . import __version__, roles
+from .manifest import Fix, Manifest, load
+from .patching.install import build_rewrite, install_replacement, original_code
+from .patching.locate import Located, describe, locate, when_loaded
+from .patching.pattern import Definition
+from .patching.recognise import Target, Verdict, recognise
+from .patching.rewrite import ModuleSource, Refused
+from .patching.switch import Site, Switch, last_line
+from .report.check import parsed
+from .report.state import SCHEMA, StateWriter, start_time
+from .settings import ConfigurationError, Settings, is_strict, run_dir
+
+logger = logging.getLogger("vllm.plugins.h2d_patch")
+
+# Every executor brings the device up through this method, in every release from 0.8.0 on, before it profiles memory.
+STARTUP_MODULE = "vllm.v1.worker.worker_base"
+STARTUP_CLASS, STARTUP_METHOD = "WorkerWrapperBase", "init_device"
+
+
+class StrictError(RuntimeError):
+    """A problem of ours that `H2D_PATCH_STRICT=1` turns into a failure to start."""
+
+
+class Patch:
+    """One target of one fix in this process."""
+
+    def __init__(self, fix: Fix, target: Target, verdict: Verdict, reason: str) -> None:
+        self.fix = fix
+        self.target = target
+        self.verdict = verdict
+        self.reason = reason
+        self.site = Site()
+        self.selftest_ms: float | None = None
+        self.undo: Callable[[], None] | None = None
+
+    def state(self) -> dict[str, Any]:
+        verdict, reason = self.verdict, self.reason
+        if verdict is Verdict.ACTIVE and not self.site.on:
+            verdict, reason = Verdict.OFF, "switched off"
+        return {
+            "fix": self.fix.id,
+            "function": self.target.function,
+            "verdict": verdict.value,
+            "reason": reason,
+            "calls": self.site.calls,
+            "fallbacks": self.site.fallbacks,
+            "fallback_reasons": dict(self.site.reasons),
+            "selftest_ms": None if self.selftest_ms is None else round(self.selftest_ms, 2),
+        }
+
+
+class Process:
+    """All patches of this process, and what is known of it."""
+
+    def __init__(self, settings: Settings, manifest: Manifest, selected: frozenset[str]) -> None:
+        self.settings = settings
+        self.release = _vllm_release()
+        self.patches = [
+            Patch(fix, target, Verdict.PENDING, "its module is not loaded")
+            if fix.id in selected
+            else Patch(fix, target, Verdict.OFF, "not selected by H2D_PATCH")
+            for fix, target in manifest.targets()
+        ]
+        self.switches = {fix: Switch() for fix in selected}
+        self.device: dict[str, Any] = {}
+        self._worker: Any = None
+        self._kept_off: dict[str, str] = {}  # fix id → why it stays off in this process
+        self._gpu_failures: dict[Target, str] = {}
+        self._retry: set[str] = set()
+        self.renew()
+        self.writer = StateWriter(settings.run_dir, self.state)
+
+    def renew(self) -> None:
+        """What a forked child must not inherit: pid, role, counts, and locks that another thread may have held."""
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        self.started = time.time()
+        self.is_worker = False
+        self.rank: int | None = None
+        for patch in self.patches:
+            patch.site.calls = patch.site.fallbacks = 0
+            patch.site.reasons = {}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **_identity(self.started),
+            "role": roles.WORKER if self.is_worker else roles.role(),
+            "rank": self.rank,
+            "vllm": self.release,
+            "device": self.device,
+            "targets": [patch.state() for patch in list(self.patches)],
+        }
+
+    # -- modules ------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Registers for every module that has a target, and for the device start-up."""
+        for name in dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING):
+            if not when_loaded(name, self.module_loaded):
+                self._retry.add(name)
+        when_loaded(STARTUP_MODULE, self._hook_startup)
+
+    def module_loaded(self, module: types.ModuleType) -> None:
+        """The post-import hook of a module with targets."""
+        with _nothing_escapes(f"patching {module.__name__}"), self.lock, _gc_paused():
+            self._patch_module(module)
+            for name in sorted(self._retry):  # half imported when we first saw it
+                self._retry.discard(name)
+                if not when_loaded(name, self._patch_module):
+                    self._retry.add(name)
+
+    def _patch_module(self, module: types.ModuleType) -> None:
+        source: ModuleSource | None = None
+        for patch in self.patches:
+            if patch.target.module != module.__name__ or patch.verdict is not Verdict.PENDING:
+                continue
+            try:
+                located = locate(module, patch.target.qualname)
+                if located is None:
+                    where = f"{patch.target.qualname} in {module.__name__}"
+                    self._decide(patch, Verdict.ABSENT, f"this release has no {where}")
+                    continue
+                source = source or _source_of(module)
+                self._patch(patch, source, located)
+            except Refused as refusal:
+                self._decide(patch, Verdict.REFUSED, str(refusal))
+            except StrictError:
+                raise
+            except Exception as error:
+                self._decide(patch, Verdict.FAILED, f"an error of ours: {last_line(error)}")
+
+    def _patch(self, patch: Patch, source: ModuleSource, located: Located) -> None:
+        target = patch.target
+        definition = source.definition_of(target.qualname, original_code(located.function))
+        if located.layers > len(definition.decorator_list):
+            raise Refused(f"another package has wrapped it: {describe(located.found)}")
+        recognition = recognise(target, definition, parsed(self.release))
+        if recognition.verdict is not Verdict.APPLIES:
+            self._decide(patch, recognition.verdict, recognition.reason)
+            return
+        if keep_off := self._kept_off.get(patch.fix.id):
+            self._decide(patch, Verdict.OFF, keep_off)
+            return
+        if why := self._never_runs(target):
+            self._decide(patch, Verdict.ABSENT, why)
+            return
+        patch.site = Site(lambda _, reason: self.fail(patch, reason))
+        install = self._build(patch, source, definition, located)
+        failure = self._gpu_failures.get(target) or self._selftest(patch, located)
+        if failure:
+            self._decide(patch, Verdict.FAILED, f"self-test: {failure}")
+            return
+        patch.undo = install()
+        self.switches[patch.fix.id].add(patch.site, located.clear_cache)
+        self._decide(patch, Verdict.ACTIVE, recognition.reason)
+
+    def _build(
+        self, patch: Patch, source: ModuleSource, definition: Definition, located: Located
+    ) -> Callable[[], Callable[[], None]]:
+        from .copies import EXPORTS
+
+        site = patch.site
+        replace = patch.target.replace
+        if replace is not None:
+            put = EXPORTS[replace.put].bind(site, located.found)
+            return lambda: install_replacement(located, put, site)
+        for name in {called for rewrite in patch.target.rewrites for called in rewrite.put.called()}:
+            site.bind(name, EXPORTS[name].bind(site))
+        return build_rewrite(located.function, source, definition, patch.target.rewrites, site)
+
+    def _selftest(self, patch: Patch, located: Located) -> str | None:
+        import torch
+
+        from .copies import EXPORTS
+        from .selftest.compare import SelfTestFailed, run
+
+        try:
+            original = located.found if patch.target.replace else None
+            patch.selftest_ms = run(patch.target, EXPORTS, torch.device("cpu"), original)
+        except SelfTestFailed as failure:
+            return str(failure)
+        return None
+
+    def _decide(self, patch: Patch, verdict: Verdict, reason: str) -> None:
+        patch.verdict, patch.reason = verdict, reason
+        bad = verdict in (Verdict.REFUSED, Verdict.FAILED)
+        level = logging.WARNING if bad else logging.INFO if verdict in (Verdict.ACTIVE, Verdict.OFF) else logging.DEBUG
+        text = f"h2d_patch: {patch.fix.id} {verdict.value} in {patch.target.qualname}{': ' if reason else ''}{reason}"
+        logger.log(level, "%s", text)
+        if bad and self.settings.strict:
+            raise StrictError(text)
+
+    # -- device start-up ----------------------------------------------------------------------------------------------
+
+    def _hook_startup(self, module: types.ModuleType) -> None:
+        with _nothing_escapes("hooking the device start-up"):
+            holder = getattr(module, STARTUP_CLASS)
+            original = vars(holder)[STARTUP_METHOD]
+            if getattr(original, "_self_wrapper", None) is not _startup:
+                setattr(holder, STARTUP_METHOD, wrapt.FunctionWrapper(original, _startup))
+
+    def device_started(self, wrapper: Any) -> None:
+        """The one moment in a worker when a device may be used: after `init_device`, before memory is profiled."""
+        with _nothing_escapes("device start-up"), self.lock:
+            worker = wrapper.worker
+            self.is_worker = True
+            self.rank = getattr(worker, "rank", getattr(wrapper, "rpc_rank", None))
+            self._worker = worker
+            device = getattr(worker, "device", None)
+            kind = getattr(device, "type", str(device))
+            self.device = {"name": str(device)}
+            on_gpu = kind == "cuda"
+            if on_gpu and (why := _unguarded(getattr(worker, "vllm_config", None))):
+                self._keep_off(why)
+            for patch in self.patches:
+                if patch.verdict in (Verdict.PENDING, Verdict.ACTIVE) and (why := self._never_runs(patch.target)):
+                    self._take_out(patch, Verdict.ABSENT, why)
+            if on_gpu:
+                self._start_gpu(device)
+        self.writer.write()
+
+    def _start_gpu(self, device: Any) -> None:
+        from . import copies
+        from .selftest.compare import SelfTestFailed, run
+
+        report = copies.start(device, self.settings.pinned_bytes)
+        self.device.update(staging_bytes=report.ring_bytes, notes=list(report.reasons))
+        for reason in report.reasons:
+            logger.warning("h2d_patch: %s", reason)
+        start = time.perf_counter()
+        for patch in self.patches:
+            if patch.verdict not in (Verdict.PENDING, Verdict.ACTIVE):
+                continue
+            try:
+                run(patch.target, copies.EXPORTS, device, rounds=1)
+            except SelfTestFailed as failure:
+                self._gpu_failures[patch.target] = str(failure)
+                if patch.verdict is Verdict.ACTIVE:
+                    self._take_out(patch, Verdict.FAILED, f"self-test on {device}: {failure}")
+        self.device["selftest_s"] = round(time.perf_counter() - start, 3)
+
+    def _keep_off(self, why: str) -> None:
+        for patch in self.patches:
+            if patch.fix.removes_wait:
+                self._kept_off[patch.fix.id] = why
+                if patch.verdict in (Verdict.PENDING, Verdict.ACTIVE):
+                    self._take_out(patch, Verdict.OFF, why)
+
+    def _never_runs(self, target: Target) -> str | None:
+        """Why the worker of this process never calls `target`'s function, where that is known."""
+        if target.owner is None or self._worker is None:
+            return None
+        owner = getattr(self._worker, target.owner, None)
+        if owner is None:
+            return None
+        class_name, _, method = target.qualname.rpartition(".")
+        for base in type(owner).__mro__:
+            if method in vars(base):
+                if (base.__module__, base.__qualname__) == (target.module, class_name):
+                    return None
+                break
+        kind = type(owner)
+        version = " (Model Runner V2)" if getattr(self._worker, "use_v2_model_runner", False) else ""
+        return f"does not apply: this worker runs {kind.__module__}.{kind.__qualname__}{version}, which never calls it"
+
+    # -- taking out ---------------------------------------------------------------------------------------------------
+
+    def fail(self, patch: Patch, reason: str) -> None:
+        """A copy function raised during a call; the original ran in its place. The whole fix is off from here on."""
+        with self.lock:
+            for other in self.patches:
+                if other.fix.id == patch.fix.id and other.verdict is Verdict.ACTIVE:
+                    self.switches[other.fix.id].remove(other.site)
+                    other.verdict = Verdict.FAILED
+                    other.reason = reason if other is patch else f"off with {patch.target.qualname}: {reason}"
+        logger.warning("h2d_patch: %s is off in this process: %s", patch.fix.id, reason)
+
+    def _take_out(self, patch: Patch, verdict: Verdict, reason: str) -> None:
+        if patch.undo is not None:
+            self.switches[patch.fix.id].remove(patch.site)
+            patch.undo()
+            patch.undo = None
+        self._decide(patch, verdict, reason)
+
+    def undo(self) -> None:
+        """Takes every fix out: each function, attribute and re-bound name is the identical object that it was."""
+        with self.lock:
+            for patch in reversed(self.patches):
+                if patch.verdict is Verdict.PENDING or patch.undo is not None:
+                    self._take_out(patch, Verdict.OFF, "undone")
+            module = sys.modules.get(STARTUP_MODULE)
+            holder = getattr(module, STARTUP_CLASS, None)
+            found = vars(holder).get(STARTUP_METHOD) if holder is not None else None
+            if found is not None and getattr(found, "_self_wrapper", None) is _startup:
+                setattr(holder, STARTUP_METHOD, found.__wrapped__)
+
+
+current: Process | None = None
+_start_lock = threading.Lock()
+
+
+def start() -> None:
+    """Reads settings and manifest and watches for the modules; does nothing where that has been done already."""
+    global current
+    with _start_lock:
+        if current is not None:
+            return
+        try:
+            settings = Settings.from_environ()
+            manifest = load(settings.manifest)
+            selected = settings.selection.fixes(manifest.defaults)
+        except ConfigurationError as error:
+            _refuse_to_start(error)
+            return
+        except Exception as error:
+            _refuse_to_start(error)
+            return
+        current = Process(settings, manifest, selected)
+        chosen = ", ".join(sorted(selected)) or "no fix selected"
+        logger.info("h2d_patch %s: %s (h2d-patch status)", __version__, chosen)
+    with _nothing_escapes("start-up"):
+        current.watch()
+        current.writer.start()
+
+
+def _refuse_to_start(error: Exception) -> None:
+    text = f"h2d_patch: nothing is patched: {error if isinstance(error, ConfigurationError) else last_line(error)}"
+    logger.error("%s", text)
+    try:
+        strict = is_strict(os.environ)
+    except ConfigurationError:
+        strict = False
+    if strict:
+        raise StrictError(text) from None
+    state = {**_identity(time.time()), "role": roles.role(), "rank": None, "vllm": _vllm_release(), "targets": []}
+    StateWriter(run_dir(os.environ), lambda: {**state, "error": text}).write()
+
+
+def _startup(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`init_device` with our device start-up behind it."""
+    result = wrapped(*args, **kwargs)
+    if current is not None:
+        current.device_started(instance)
+    return result
+
+
+def _after_fork() -> None:
+    if current is not None:
+        current.renew()
+        current.writer = StateWriter(current.settings.run_dir, current.state)
+        current.writer.start(delay_s=1.0)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _unguarded(config: Any) -> str | None:
+    """Why nothing orders the reuse of a step's other buffers in this server but the waits that the H2D fixes remove."""
+    parallel = getattr(config, "parallel_config", None)
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        return "off under pipeline parallelism: the wait that this removes orders buffers of the step there"
+    if getattr(getattr(config, "model_config", None), "runner_type", None) == "pooling":
+        return "off for pooling models: the wait that this removes orders buffers of the step there"
+    return None
+
+
+@contextmanager
+def _nothing_escapes(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except StrictError:
+        raise
+    except Exception as error:
+        logger.exception("h2d_patch: %s failed; the originals run", doing)
+        if current is not None and current.settings.strict:
+            raise StrictError(f"h2d_patch: {doing} failed: {last_line(error)}") from error
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Parsing makes hundreds of thousands of objects: collections take 350 ms of an API server's start (REWRITING)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _source_of(module: types.ModuleType) -> ModuleSource:
+    path = module.__file__ or ""
+    try:
+        with open(path, "rb") as file:
+            return ModuleSource(file.read(), path)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise Refused(f"{path or module.__name__} cannot be read as source: {error}") from None
+
+
+def _vllm_release() -> str | None:
+    version = getattr(sys.modules.get("vllm"), "__version__", None)
+    return version if isinstance(version, str) else None
+
+
+def _identity(started: float) -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "schema": SCHEMA,
+        "h2d_patch": __version__,
+        "pid": pid,
+        "start_time": start_time(pid),
+        "host": socket.gethostname(),
+        "started": started,
+    }

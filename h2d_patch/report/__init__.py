@@ -1,0 +1,1 @@
+"""What an operator sees: `check` before a server starts, state and `status` while it runs."""

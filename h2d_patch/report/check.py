@@ -1,0 +1,113 @@
+"""Which fixes would apply to a vLLM that is installed, or unpacked somewhere. Imports nothing of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from ..manifest import Manifest
+from ..patching.recognise import Recognition, Verdict, recognise_statically
+from ..patching.rewrite import ModuleSource
+from ..settings import ConfigurationError
+
+_VERSION_LINE = re.compile(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One target's static verdict."""
+
+    fix: str
+    function: str
+    verdict: Verdict
+    reason: str
+
+
+class Site:
+    """A directory with packages in it: site-packages, or where a wheel was unpacked; None for this interpreter's path.
+
+    Raises ConfigurationError when there is no vLLM.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        root = self.package("vllm")
+        if root is None:
+            place = f"in {directory}" if directory else "for this Python"
+            raise ConfigurationError(f"no vLLM {place}; expected a package vllm (an unpacked wheel with --site DIR)")
+        self.vllm = root
+
+    def package(self, name: str) -> Path | None:
+        """The directory of a top-level package, found without importing it."""
+        if self._directory is not None:
+            path = self._directory / name
+            return path if (path / "__init__.py").is_file() else None
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            return None
+        places = list(spec.submodule_search_locations or []) if spec is not None else []
+        return Path(places[0]) if places else None
+
+    def module(self, name: str) -> Path | None:
+        """The source file of a module, or None."""
+        top, *rest = name.split(".")
+        root = self.package(top)
+        if root is None:
+            return None
+        path = root.joinpath(*rest)
+        for candidate in (path / "__init__.py", path.with_name(path.name + ".py") if rest else path / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+        return None
+
+    def release(self) -> str | None:
+        """The version of vLLM, from the file that its build writes or from whatever distribution provides the package.
+
+        None when neither says; releases are then judged by their sources alone.
+        """
+        try:
+            found = _VERSION_LINE.search((self.vllm / "_version.py").read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            found = None
+        if found:
+            return found.group(1)
+        for distribution in metadata.distributions(path=[str(self.vllm.parent)]):
+            name = (distribution.metadata["Name"] or "").lower()
+            if name.startswith("vllm") and distribution.locate_file("vllm/__init__.py").exists():  # type: ignore[attr-defined]
+                return distribution.version
+        return None
+
+
+def check(manifest: Manifest, site: Site) -> Iterator[Checked]:
+    """The verdict on every target of `manifest` for the vLLM in `site`; each module is read once."""
+    release = parsed(site.release())
+    sources: dict[str, ModuleSource | None] = {}
+    refusals: dict[str, str] = {}
+    for fix, target in manifest.targets():
+        if target.module not in sources and target.module not in refusals:
+            path = site.module(target.module)
+            try:
+                sources[target.module] = ModuleSource(path.read_bytes(), str(path)) if path else None
+            except (OSError, SyntaxError, ValueError) as error:
+                refusals[target.module] = f"{path} cannot be read as source: {error}"
+        if target.module in refusals:
+            result = Recognition(Verdict.REFUSED, refusals[target.module])
+        else:
+            result = recognise_statically(target, sources[target.module], release)
+        yield Checked(fix.id, target.function, result.verdict, result.reason)
+
+
+def parsed(release: str | None) -> Version | None:
+    try:
+        return Version(release) if release else None
+    except InvalidVersion:
+        return None
+
+

@@ -1,0 +1,120 @@
+"""One state file for each process: written whole or not at all, read by `h2d-patch status`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..settings import ConfigurationError, checked_run_dir
+
+SCHEMA = 1
+WRITE_EVERY_S = 1.0
+_PREFIX = "state-"
+
+logger = logging.getLogger("vllm.plugins.h2d_patch")
+
+
+class StateWriter:
+    """Writes what `snapshot` returns to the run directory whenever it has changed, from a thread of its own.
+
+    A directory that cannot be written is said once in the log; the process goes on without being seen in `status`.
+    """
+
+    def __init__(self, directory: Path, snapshot: Callable[[], dict[str, Any]]) -> None:
+        self._directory = directory
+        self._snapshot = snapshot
+        self._written: str | None = None
+        self._complained = False
+
+    def start(self, delay_s: float = 0.0) -> None:
+        """Writes from now on; after a fork, `delay_s` lets children pass by that exist only to run another program."""
+        if not delay_s:
+            self.write()
+        threading.Thread(target=self._run, args=(delay_s,), name="h2d_patch-state", daemon=True).start()
+
+    def _run(self, delay_s: float) -> None:
+        time.sleep(delay_s)
+        while True:
+            self.write()
+            time.sleep(WRITE_EVERY_S)
+
+    def write(self) -> None:
+        try:
+            text = json.dumps(self._snapshot())
+            if text != self._written:
+                _write_whole(checked_run_dir(self._directory, create=True) / f"{_PREFIX}{os.getpid()}.json", text)
+                self._written = text
+        except Exception as error:
+            if not self._complained:
+                self._complained = True
+                logger.warning("h2d_patch: no state is written for `h2d-patch status`: %s", error)
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What one state file says, and whether its process still lives."""
+
+    path: Path
+    content: dict[str, Any]
+    alive: bool
+
+
+def read_states(directory: Path) -> Iterator[ProcessState]:
+    """The state of every process that has written one to `directory`, by pid; half-written files are none of ours.
+
+    Raises ConfigurationError when the directory is not one that only this user can write, or a file in it is damaged.
+    """
+    try:
+        checked_run_dir(directory)
+        paths = list(directory.glob(f"{_PREFIX}*.json"))
+    except FileNotFoundError:
+        return
+    states = []
+    for path in paths:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path}: {error}; expected a state file, written by h2d_patch") from None
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA or "pid" not in content:
+            found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+            raise ConfigurationError(f"{path}: schema: found {found!r}; expected {SCHEMA}, a file of this version")
+        states.append(ProcessState(path, content, _alive(content)))
+    yield from sorted(states, key=lambda state: int(state.content["pid"]))
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: tells two processes of one pid apart. None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _alive(content: dict[str, Any]) -> bool:
+    if content.get("host") != socket.gethostname():
+        return True  # another host's, or another container's: not ours to judge
+    return start_time(int(content["pid"])) == content.get("start_time")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,101 @@
+"""`h2d-patch status`: what is in, in every process that has written its state, and why nothing is where nothing is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .state import ProcessState
+
+ENTRY_POINT = "h2d_patch"
+ROLES = {"api-server": "API server", "engine-core": "engine core", "worker": "worker", "inspector": "inspector"}
+
+
+def as_json(states: Iterable[ProcessState], why_nothing: Sequence[str]) -> dict[str, Any]:
+    """`processes` (with `alive`), and `notes`: why nothing is in, where that can be told."""
+    return {"processes": [{**state.content, "alive": state.alive} for state in states], "notes": list(why_nothing)}
+
+
+def as_text(states: Sequence[ProcessState], directory: Path, why_nothing: Sequence[str]) -> str:
+    """One table for each process."""
+    parts = [_process(state) for state in states]
+    if not states:
+        parts.append(f"No process has written its state to {directory}.")
+    return "\n\n".join([*parts, *why_nothing])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; numbers to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    numeric = [all(_is_number(row[column]) for row in rows) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def short(function: str) -> str:
+    """`module:Class.name` with only the module's last part: enough for a person to know it by."""
+    module, _, name = function.partition(":")
+    return f"{module.rpartition('.')[2]}:{name}"
+
+
+def why_nothing(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[str]:
+    """Reasons why no fix is in, from this environment and from those of this user's running vLLM processes."""
+    reasons = [f"In this environment, {reason}." for reason in _left_out(environ, expects=False)]
+    for directory in proc.glob("[0-9]*"):
+        try:
+            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if "vllm" not in command or "h2d-patch" in command or int(directory.name) == os.getpid():
+                continue
+            pairs = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        env = dict(pair.partition("=")[::2] for pair in pairs)
+        reasons += [f"Process {directory.name} ({command[:60]}): {reason}." for reason in _left_out(env, expects=True)]
+    return reasons
+
+
+def _left_out(environ: Mapping[str, str], expects: bool) -> list[str]:
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and ENTRY_POINT not in plugins.split(","):
+        return [f"VLLM_PLUGINS={plugins!r} leaves {ENTRY_POINT} out; add it, or unset the variable"]
+    if expects and environ.get("H2D_PATCH", "").strip() in ("", "0"):
+        return ["H2D_PATCH is not set, so nothing is patched; set H2D_PATCH=1 and restart"]
+    return []
+
+
+def _process(state: ProcessState) -> str:
+    content = state.content
+    role = ROLES.get(content.get("role", ""), str(content.get("role")))
+    rank = f" {content['rank']}" if content.get("rank") is not None else ""
+    dead = "" if state.alive else "  (dead; h2d-patch status --clean removes it)"
+    title = f"{content['pid']}  {role}{rank}  vLLM {content.get('vllm') or 'unknown'}{dead}"
+    if error := content.get("error"):
+        return f"{title}\n  {error}"
+    rows = [
+        [
+            target["fix"],
+            short(target["function"]),
+            target["verdict"],
+            str(target["calls"]),
+            str(target["fallbacks"]),
+            "" if target.get("selftest_ms") is None else f"{target['selftest_ms']:.1f}",
+            target["reason"],
+        ]
+        for target in content.get("targets", [])
+    ]
+    notes = [f"  {note}" for note in content.get("device", {}).get("notes", [])]
+    header = ["fix", "function", "verdict", "calls", "fallbacks", "self-test ms", "reason"]
+    return "\n".join([title, table(header, rows), *notes])
+
+
+def _is_number(text: str) -> bool:
+    return text == "" or text.replace(".", "", 1).isdigit()

@@ -1,0 +1,30 @@
+"""What a process is to vLLM: API server, engine core, worker, or the inspector of a model class."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+
+API_SERVER = "api-server"
+ENGINE_CORE = "engine-core"
+WORKER = "worker"
+INSPECTOR = "inspector"
+
+_INSPECTOR_MODULE = "vllm.model_executor.models.registry"
+
+
+def role() -> str:
+    """The role that this process's name gives away; a process in which a device comes up is a worker whatever its name.
+
+    vLLM names its processes alike in every release from 0.20.0 on: `EngineCore` or `EngineCore_DP<n>`, and
+    `VllmWorker-<rank>`; it inspects a model class by running the registry's module as a program.
+    """
+    main = sys.modules.get("__main__")
+    if getattr(getattr(main, "__spec__", None), "name", None) == _INSPECTOR_MODULE:
+        return INSPECTOR
+    name = multiprocessing.current_process().name
+    if name.startswith("EngineCore"):
+        return ENGINE_CORE
+    if name.startswith("VllmWorker"):
+        return WORKER
+    return API_SERVER

@@ -1,0 +1,164 @@
+"""Stand-ins for the names in a pattern, from `given` in the manifest: `"self.positions.cpu = tensor(3, 513)"`.
+
+The right side may use numbers, strings, lists, tuples, dictionaries, names given before it, and
+
+    size(low, high)                          a random whole number, both ends included
+    tensor(*shape, dtype=, pinned=)          random values in CPU memory: what is copied
+    buffer(*shape, dtype=)                   zeros on the device: what is copied into
+    device                                   the device under test
+    nested()                                 lists, tuples and dictionaries of tensors of every kind, and other leaves
+    consume                                  a function that copies the tensors it is called with to the device
+    blocks(number, bytes)                    scattered blocks of host and device memory, as a KV swap sees them
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+VOCABULARY = ("size", "tensor", "buffer", "device", "nested", "consume", "blocks")
+_NODES = (
+    ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp,
+    ast.unaryop, ast.BinOp, ast.operator, ast.expr_context,
+)  # fmt: skip
+
+
+class GivenError(ValueError):
+    """A line of `given` that cannot be used; says what was found and what was expected."""
+
+
+def parse(line: str) -> tuple[list[str], ast.Expression]:
+    """The dotted name and the right side of a line. Raises GivenError."""
+    try:
+        body = ast.parse(line.strip()).body
+    except SyntaxError as error:
+        raise GivenError(f"{line!r} is not Python ({error.msg}); expected 'NAME = VALUE'") from None
+    if len(body) != 1 or not isinstance(body[0], ast.Assign) or len(body[0].targets) != 1:
+        raise GivenError(f"found {line!r}; expected 'NAME = VALUE'")
+    path: list[str] = []
+    target: ast.expr = body[0].targets[0]
+    while isinstance(target, ast.Attribute):
+        path.insert(0, target.attr)
+        target = target.value
+    if not isinstance(target, ast.Name):
+        raise GivenError(f"found {line!r}; expected a name, or one with dots, on the left")
+    for node in ast.walk(body[0].value):
+        if not isinstance(node, _NODES) or (
+            isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in VOCABULARY)
+        ):
+            raise GivenError(f"{ast.unparse(node)!r} in {line!r}; expected only {', '.join(VOCABULARY)} and constants")
+    return [target.id, *path], ast.Expression(body[0].value)
+
+
+class StandIns:
+    """One set of stand-ins. The same seed makes the same values, in memory of its own.
+
+    `sources` are the CPU tensors that may be overwritten after a call, `destinations` what a call writes into.
+    """
+
+    def __init__(self, given: tuple[str, ...], device: torch.device, seed: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.device = device
+        self.sources: list[torch.Tensor] = []
+        self.destinations: list[torch.Tensor] = []
+        self.names: dict[str, Any] = {}
+        vocabulary = {name: getattr(self, name) for name in VOCABULARY}
+        for line in given:
+            (first, *path), expression = parse(line)
+            value = eval(compile(expression, "given", "eval"), {"__builtins__": {}, **vocabulary, **self.names})
+            if not path:
+                self.names[first] = value
+                continue
+            holder = self.names.setdefault(first, SimpleNamespace())
+            for part in path[:-1]:
+                if not hasattr(holder, part):
+                    setattr(holder, part, SimpleNamespace())
+                holder = getattr(holder, part)
+            setattr(holder, path[-1], value)
+
+    def size(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def tensor(self, *shape: int, dtype: str = "float32", pinned: bool = False) -> torch.Tensor:
+        torch = self._torch
+        kind = getattr(torch, dtype)
+        if kind.is_floating_point or kind.is_complex:
+            values = torch.randn(shape, generator=self._generator).to(kind)
+        else:
+            values = torch.randint(0, 2 if kind is torch.bool else 100, shape, generator=self._generator).to(kind)
+        if pinned and self.device.type == "cuda":
+            values = values.pin_memory()
+        self.sources.append(values)
+        return values
+
+    def buffer(self, *shape: int, dtype: str = "float32") -> torch.Tensor:
+        zeros = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.device)
+        self.destinations.append(zeros)
+        return zeros
+
+    def nested(self) -> dict[str, Any]:
+        wide = self.tensor(12, 2 * self.size(2, 40))
+        return {
+            "dtypes": [
+                self.tensor(self.size(1, 60), 3, dtype=dtype)
+                for dtype in (
+                    "float32", "float64", "float16", "bfloat16", "complex64", "int64", "int32", "int16", "int8",
+                    "uint8", "bool",
+                )
+            ],
+            "layouts": (wide[:, ::2], wide.t(), wide[:1].expand(5, -1), self.tensor(2, 3, 4).permute(2, 0, 1)),
+            "small": [self.tensor(), self.tensor(0, 7), [], (), {}],
+            "other": [None, 7, "grid", 2.5, [self.tensor(3), [self.tensor(2, dtype="int64")]]],
+        }  # fmt: skip
+
+    def consume(self, *args: Any, **kwargs: Any) -> list[Any]:
+        values = [*args, *kwargs.values()]
+        is_tensor = self._torch.is_tensor
+        return [value.to(self.device, non_blocking=True, copy=True) if is_tensor(value) else value for value in values]
+
+    def blocks(self, number: int, size: int) -> SimpleNamespace:
+        """Host and device memory of twice `number` blocks of `size` bytes, and a random pairing of `number` of each.
+
+        Host to device or device to host, by the seed. `copy` is the plain way, one copy a block. On the CPU there are
+        few and small ones: a parallel loop of torch's would start threads, which a process that forks must not have.
+        """
+        torch = self._torch
+        if self.device.type == "cpu":
+            number, size = min(number, 32), min(size, 256)
+        to_cpu = bool(self._random.getrandbits(1))
+        host = self.tensor(2 * number, size, dtype="int8", pinned=True)
+        device = torch.zeros_like(host, device=self.device)
+        source, destination = (device, host) if to_cpu else (host, device)
+        if to_cpu:
+            device.copy_(host)
+            host.zero_()
+        # The host memory of a swap is not overwritten behind a running copy: vLLM waits for the job's event.
+        self.sources = [kept for kept in self.sources if kept is not host]
+        self.destinations.append(destination)
+        picked = [torch.randperm(2 * number, generator=self._generator)[:number] for _ in range(2)]
+        src, dst = (side.data_ptr() + rows * size for side, rows in zip((source, destination), picked, strict=True))
+
+        def copy(src: Any, dst: Any, sizes: Any, **_: Any) -> None:
+            for start, end, length in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+                row, column = divmod(start - source.data_ptr(), size)
+                to_row, to_column = divmod(end - destination.data_ptr(), size)
+                destination[to_row, to_column : to_column + length].copy_(source[row, column : column + length])
+
+        return SimpleNamespace(
+            src=src,
+            dst=dst,
+            sizes=torch.full((number,), size, dtype=torch.int64),
+            src_tensors=[source],
+            dst_tensors=[destination],
+            gpu_to_cpu=to_cpu,
+            copy=copy,
+        )

