@@ -184,7 +184,7 @@ class Process:
         site = patch.site
         replace = patch.target.replace
         if replace is not None:
-            put = EXPORTS[replace.put].bind(site, located.found)
+            put = EXPORTS[replace.put].bind(site)
             return lambda: install_replacement(located, put, site)
         for name in {called for rewrite in patch.target.rewrites for called in rewrite.put.called()}:
             site.bind(name, EXPORTS[name].bind(site))

@@ -55,7 +55,8 @@ def download(release: str, folder: Path) -> Path:
     )
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        raise FetchFailed(f"vLLM {release}: pip exited {done.returncode}: {done.stderr.strip()[-400:]}")
+        said = (done.stderr.strip() or "nothing").splitlines()[-1]
+        raise FetchFailed(f"vLLM {release}: pip exited {done.returncode} and said: {said[:400]}")
     return wheels[0]
 
 

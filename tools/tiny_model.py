@@ -67,7 +67,7 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def write_processors(folder: Path) -> None:
-    """Images and videos of at most 192 × 192 pixels: larger ones only make vLLM's start-up profiling longer."""
+    """Images and videos of at most 192 by 192 pixels: larger ones only make vLLM's start-up profiling longer."""
     common = {
         "size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192},
         "patch_size": 16,

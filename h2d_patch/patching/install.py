@@ -74,11 +74,20 @@ def _take_out(entry: RewrittenFunction, site: Site) -> None:
 def install_replacement(located: Located, put: Callable[..., Any], site: Site) -> Callable[[], None]:
     """Wraps the function so that `put` runs in its place while `site` is on; returns what takes the wrapper off.
 
-    Names that other modules bound with `from … import …` are re-bound, and put back.
+    Where `put` raises, the function itself runs: it must be one that may run after half of `put` has. Names that other
+    modules bound with `from … import …` are re-bound, and put back.
     """
 
     def chosen(wrapped: Callable[..., Any], _instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return put(*args, **kwargs) if site.on else wrapped(*args, **kwargs)
+        if not site.on:
+            return wrapped(*args, **kwargs)
+        try:
+            return put(*args, **kwargs)
+        except Exception as error:
+            failure = error
+        result = wrapped(*args, **kwargs)  # outside the except block: what it raises is its caller's, without ours in it
+        site.failed(failure)
+        return result
 
     with _lock:
         wrapper = wrapt.FunctionWrapper(located.found, chosen)

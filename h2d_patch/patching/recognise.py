@@ -68,11 +68,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Recognition:
-    """`nothing_found`: refused because there is no such copy at all, not because it looks different."""
-
     verdict: Verdict
     reason: str
-    nothing_found: bool = False
 
 
 def recognise(target: Target, definition: Definition, release: Version | None) -> Recognition:
@@ -91,11 +88,8 @@ def recognise(target: Target, definition: Definition, release: Version | None) -
         reason = target.note or ""
     elif verdict is Verdict.UPSTREAM and target.fixed_in:
         reason = f"{reason} (since {target.fixed_in})"
-    outside = release is not None and not target.releases.contains(release, prereleases=True)
-    if verdict is Verdict.REFUSED and outside and all(result.nothing_found for result in results):
-        return Recognition(
-            Verdict.ABSENT, f"this release does not copy there (the fix is for vLLM {target.releases or 'any'})"
-        )
+    if verdict is Verdict.REFUSED and release is not None and not target.releases.contains(release, prereleases=True):
+        return Recognition(Verdict.ABSENT, f"the fault is in vLLM {target.releases}; here, {reason}")
     return Recognition(verdict, reason)
 
 
@@ -123,7 +117,7 @@ def _rewritable(rewrite: Rewrite, definition: Definition, supersedes: str | None
     try:
         rewrite.matches(definition)
     except Refused as refusal:
-        return Recognition(Verdict.REFUSED, str(refusal), nothing_found=not rewrite.find.find(definition))
+        return Recognition(Verdict.REFUSED, str(refusal))
     return Recognition(Verdict.APPLIES, "")
 
 

@@ -1,0 +1,35 @@
+# Needs python3 (3.10 to 3.13) with its venv module; everything else is made here.
+PYTHON ?= python3
+RELEASE := 0.22.1
+# vLLM for the CPU, 6 GB, outside the checkout so that it is made once. The tests run in it: they need torch and vLLM.
+LIVE ?= $(HOME)/.cache/h2d-patch/live-$(RELEASE)
+
+.PHONY: demo test lint live environment clean
+
+demo:  ## a real vLLM server with and without the fixes, compared
+	$(PYTHON) tools/demo.py
+
+test: lint environment  ## everything that needs no GPU
+	$(LIVE)/bin/python -m pytest -m "not gpu"
+
+live: environment  ## only the tests that start a server
+	$(LIVE)/bin/python -m pytest -m live -v
+
+lint: .venv/made
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+environment:
+	$(PYTHON) tools/live_env.py $(LIVE) --release $(RELEASE) --project . \
+		--with 'pytest>=8' --with 'hypothesis>=6' --with tests/live/probe_plugin
+
+.venv/made: pyproject.toml
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check 'pip>=25.1'
+	.venv/bin/python -m pip install -q --disable-pip-version-check --group lint 'wrapt>=1.15' packaging
+	touch $@
+
+clean:
+	rm -rf .venv .demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

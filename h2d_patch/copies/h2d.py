@@ -1,0 +1,299 @@
+"""Host-to-device copies: snapshot into the staging ring, then an asynchronous copy out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
+from h2d_patch.copies.staging import DTYPES, NOT_TO_CUDA, Ring, ring_for
+
+NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
+NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
+ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=False)
+OTHER_ARGUMENTS: Final = Declined("arguments of .to() other than device and dtype")
+
+_SUBCLASS: Final = Declined("a tensor subclass")
+_GRADIENT: Final = Declined("requires a gradient")
+_LAYOUT: Final = Declined("not a strided tensor")
+_LAZY_BIT: Final = Declined("a lazy conjugate or negative, or named dimensions")
+_BROADCAST: Final = Declined("a broadcast source")
+_COMPILING: Final = Declined("torch.compile is tracing")
+_DTYPES: Final = frozenset(DTYPES)
+
+
+def unfit(source: torch.Tensor) -> Declined | None:
+    """Why a tensor, known to be a CPU tensor, is not staged; None if it is."""
+    if type(source) is not torch.Tensor:
+        return _SUBCLASS
+    if source.requires_grad:
+        return _GRADIENT
+    if source.layout is not torch.strided:
+        return _LAYOUT
+    if source.dtype not in _DTYPES:
+        return Declined(f"dtype {source.dtype}")
+    if source.is_conj() or source.is_neg() or source.has_names():
+        return _LAZY_BIT
+    if torch.compiler.is_compiling():
+        return _COMPILING
+    strides = source.stride()
+    if 0 in strides and any(not stride and size > 1 for size, stride in zip(source.shape, strides, strict=True)):
+        return _BROADCAST
+    return None
+
+
+def asynchronous_already(source: torch.Tensor, ring: Ring, same_order: bool) -> bool:
+    """Whether the original copies `source` from where it lies: pinned, and contiguous or dense in the right order.
+
+    `same_order`: the destination has the dtype of the source and, if that is dense, its strides.
+    """
+    return (
+        ring.device.type == "cuda"
+        and source.is_pinned()
+        and (source.is_contiguous() or (same_order and _dense(source)))
+    )
+
+
+def dense_strides(source: torch.Tensor) -> tuple[int, ...]:
+    """Strides without gaps for the shape of `source`: its own if they have none."""
+    return tuple(source.stride()) if _dense(source) else _contiguous_strides(source.shape)
+
+
+def _dense(source: torch.Tensor) -> bool:
+    if source.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(source.stride(), source.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _destination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """`(device, dtype)` of the arguments of a `.to()`, None for what is not given; None for other forms."""
+    device = dtype = None
+    if args:
+        first = args[0]
+        if isinstance(first, torch.dtype):
+            dtype = first
+            args = args[1:]
+        elif isinstance(first, torch.Tensor):
+            device, dtype = first.device, first.dtype
+            args = args[1:]
+        else:
+            device = first
+            if len(args) == 2:
+                dtype = args[1]
+                args = args[1:]
+            args = args[1:]
+        if args:
+            return None
+    for name, value in kwargs.items():
+        if name == "device" and device is None:
+            device = value
+        elif name == "dtype" and dtype is None:
+            dtype = value
+        else:
+            return None
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return None
+    if device is not None and not isinstance(device, torch.device):
+        device = torch.device(device)
+    return device, dtype
+
+
+def _ring_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ring, Any] | Declined:
+    """The ring on the way to the destination of `.to(*args, **kwargs)`, and the dtype there."""
+    destination = _destination(args, kwargs)
+    if destination is None:
+        return OTHER_ARGUMENTS
+    device, dtype = destination
+    if device is None:
+        return NOT_TO_CUDA
+    ring = ring_for(device)
+    if type(ring) is Declined:
+        return ring
+    return ring, dtype
+
+
+def to_device(source: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor | Declined:
+    """`source.to(*args, non_blocking=True, **kwargs)`: a new tensor with the same strides, dtype and device."""
+    if not isinstance(source, torch.Tensor) or not source.is_cpu:
+        return NOT_FROM_CPU
+    found = _ring_to(args, kwargs)
+    if type(found) is Declined:
+        return found
+    ring, dtype = found
+    nbytes = source.nbytes
+    if not nbytes:
+        return NOTHING_TO_COPY
+    declined = unfit(source)
+    if declined is not None:
+        return declined
+    converts = dtype is not None and dtype != source.dtype
+    if asynchronous_already(source, ring, same_order=not converts):
+        return ASYNCHRONOUS_ALREADY
+    piece = ring.reserve(nbytes)
+    if type(piece) is Declined:
+        return piece
+    with piece:
+        result = torch.empty_like(source, device=ring.device)
+        # With the strides of the result, both are dense in one order: a single copy, no temporary on the host.
+        staged = piece.snapshot(source, result.stride())
+        piece.submitted = True
+        result.copy_(staged, non_blocking=True)
+    # Converted on the device, as `.to` does where it may not block.
+    return result.to(dtype) if converts else result
+
+
+def original_to_device(source: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return source.to(*args, non_blocking=True, **kwargs)
+
+
+def copy_h2d(dst: Any, src: Any) -> torch.Tensor | Declined:
+    """`dst.copy_(src, non_blocking=True)`, which returns `dst`."""
+    if not isinstance(src, torch.Tensor) or not src.is_cpu:
+        return NOT_FROM_CPU
+    if not isinstance(dst, torch.Tensor):
+        return NOT_TO_CUDA
+    ring = ring_for(dst.device)
+    if type(ring) is Declined:
+        return ring
+    nbytes = src.nbytes
+    if not nbytes:
+        return NOTHING_TO_COPY
+    declined = unfit(src)
+    if declined is not None:
+        return declined
+    if type(dst) is not torch.Tensor:
+        return _SUBCLASS
+    if dst.requires_grad:
+        return _GRADIENT
+    if dst.layout is not torch.strided:
+        return _LAYOUT
+    if dst.is_conj() or dst.is_neg() or dst.has_names():
+        return _LAZY_BIT
+    if dst.dtype not in _DTYPES:
+        return Declined(f"dtype {dst.dtype}")
+    shape = src.shape
+    if dst.shape != shape:
+        return _BROADCAST
+    if asynchronous_already(src, ring, same_order=dst.dtype == src.dtype and dst.stride() == src.stride()):
+        return ASYNCHRONOUS_ALREADY
+    piece = ring.reserve(nbytes)
+    if type(piece) is Declined:
+        return piece
+    with piece:
+        # Contiguous whatever the destination is: torch then spreads it on the device, without a temporary on the host.
+        staged = piece.snapshot(src, _contiguous_strides(shape))
+        piece.submitted = True
+        dst.copy_(staged, non_blocking=True)
+    return dst
+
+
+def original_copy_h2d(dst: Any, src: Any) -> Any:
+    return dst.copy_(src, non_blocking=True)
+
+
+def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> torch.Tensor | Declined:
+    """`torch.cat(tensors, dim=dim).to(*args, non_blocking=True, **kwargs)`, concatenated straight into the ring."""
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        return NOT_FROM_CPU
+    if not all(isinstance(t, torch.Tensor) and t.is_cpu for t in tensors):
+        return NOT_FROM_CPU
+    found = _ring_to(args, kwargs)
+    if type(found) is Declined:
+        return found
+    ring, dtype = found
+    for tensor in tensors:
+        declined = unfit(tensor)
+        if declined is not None:
+            return declined
+    shape = _cat_shape(tensors, dim)
+    if type(shape) is Declined:
+        return shape
+    nbytes = sum(t.nbytes for t in tensors)
+    if not nbytes:
+        return NOTHING_TO_COPY
+    piece = ring.reserve(nbytes)
+    if type(piece) is Declined:
+        return piece
+    source_dtype = tensors[0].dtype
+    with piece:
+        result = torch.empty(shape, dtype=source_dtype, device=ring.device)
+        staged = piece.view(source_dtype, shape, result.stride())
+        torch.cat(tensors, dim=dim, out=staged)
+        piece.submitted = True
+        result.copy_(staged, non_blocking=True)
+    return result if dtype is None or dtype == source_dtype else result.to(dtype)
+
+
+def original_cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> Any:
+    return torch.cat(tensors, dim=dim).to(*args, non_blocking=True, **kwargs)
+
+
+def _cat_shape(tensors: Sequence[torch.Tensor], dim: Any) -> list[int] | Declined:
+    first = tensors[0]
+    ndim = first.dim()
+    if ndim > 3:
+        return Declined("concatenation of more than three dimensions")  # torch.cat may keep channels_last there
+    if type(dim) is not int or not -ndim <= dim < ndim:
+        return Declined("concatenation along no dimension of the tensors")
+    dim %= ndim
+    shape = list(first.shape)
+    shape[dim] = 0
+    for tensor in tensors:
+        other = list(tensor.shape)
+        if len(other) != ndim:
+            return Declined("concatenation of different shapes")
+        shape[dim] += other[dim]
+        other[dim] = shape[dim]
+        if other != shape:
+            return Declined("concatenation of different shapes")
+        if tensor.dtype is not first.dtype:
+            return Declined("concatenation of different dtypes")
+    return shape
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 1, 0, -1):
+        strides[i - 1] = strides[i] * shape[i]
+    return tuple(strides)
+
+
+def bind_nested(ledger: Ledger) -> Callable[..., Any]:
+    """`nested_to_device(tensors, device)`: `.to(device=device, non_blocking=True)` of each tensor in `tensors`.
+
+    `tensors`: any nesting of lists, tuples and dicts, which come back as plain lists, tuples and dicts; other leaves are
+    not touched. The ledger counts tensors.
+    """
+    leaf = bind_to_device(ledger)
+
+    def walk(value: Any, device: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(item, device) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item, device) for item in value]
+        if isinstance(value, tuple):
+            return tuple(walk(item, device) for item in value)
+        return leaf(value, device=device) if isinstance(value, torch.Tensor) else value
+
+    def nested_to_device(tensors: Any, device: Any) -> Any:
+        return tensors if device is None else walk(tensors, device)
+
+    return nested_to_device
+
+
+bind_to_device: Final = falling_back(to_device, original_to_device)
+
+BINDERS: Final[Mapping[str, Binder]] = {
+    "to_device": bind_to_device,
+    "copy_h2d": falling_back(copy_h2d, original_copy_h2d),
+    "cat_to_device": falling_back(cat_to_device, original_cat_to_device),
+    "nested_to_device": bind_nested,
+}

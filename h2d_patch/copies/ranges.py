@@ -1,0 +1,132 @@
+"""Which host addresses a kernel may touch: checked once for a set of tensors, forgotten when one of them dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+PinnedRange = Callable[[int], "tuple[int, int] | str"]
+
+
+class Ranges:
+    """Address ranges [start, end): sorted, merged where they touch."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]] = ()) -> None:
+        merged: list[list[int]] = []
+        for start, end in sorted(pairs):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        self.pairs: Final = [(start, end) for start, end in merged]
+        self._starts = np.array([start for start, _ in merged], dtype=np.int64)
+        self._ends = np.array([end for _, end in merged], dtype=np.int64)
+
+    def hold(self, starts: Any, lengths: Any) -> Any:
+        """For each of `starts` (int64 array): whether `lengths` bytes (array or int) from there lie in one range."""
+        if not self.pairs:
+            return np.zeros(len(starts), dtype=bool)
+        at = np.searchsorted(self._starts, starts, side="right") - 1
+        ends = self._ends[at]
+        return (at >= 0) & (starts < ends) & (starts + lengths <= ends)  # the second, as the sum may overflow
+
+    def hold_all(self, starts: Any, lengths: Any) -> bool:
+        """`hold(starts, lengths).all()`, of arrays that are not empty."""
+        if len(self.pairs) == 1:
+            start, end = self.pairs[0]
+            return bool(starts.min() >= start and starts.max() < end and (starts + lengths).max() <= end)
+        return bool(self.hold(starts, lengths).all())
+
+
+class Swappable:
+    """What a swap between these tensors may touch: `host` and `device` ranges, and the index of the device."""
+
+    def __init__(self, host: Ranges, device: Ranges, index: int | None) -> None:
+        self.host: Final = host
+        self.device: Final = device
+        self.index: Final = index
+
+
+class Checked:
+    """Remembers what was found for a set of tensors. Only what was good: memory may still be registered later."""
+
+    def __init__(self) -> None:
+        # Tensors are told apart by id and address, never by ==; an entry goes when one of its tensors does.
+        self._found: dict[tuple[int, ...], tuple[Swappable, list[weakref.ref[Any]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def swappable(
+        self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor], pinned_range: PinnedRange | None
+    ) -> Swappable | str:
+        """What may be touched between `host` (2-D, rows of bytes) and `device` tensors, or why none of it.
+
+        Without `pinned_range`, host memory is taken to be good as it is.
+        """
+        tensors = (*host, *device)
+        key = (len(host), *map(id, tensors), *(t.data_ptr() for t in tensors))
+        found = self._found.get(key)
+        if found is not None:
+            return found[0]
+        result = _look(host, device, pinned_range)
+        if isinstance(result, Swappable):
+
+            def forget(_: object, key: tuple[int, ...] = key) -> None:
+                self._found.pop(key, None)
+
+            self._found[key] = result, [weakref.ref(t, forget) for t in tensors]
+        return result
+
+
+def _look(
+    host: Sequence[torch.Tensor], device: Sequence[torch.Tensor], pinned_range: PinnedRange | None
+) -> Swappable | str:
+    devices = {t.device for t in device}
+    if len(devices) != 1 or not all(t.is_cpu for t in host):
+        return "not a swap between the CPU and one device"
+    known = Ranges([_extent(t) for t in host] if pinned_range is None else ())
+    for tensor in host:
+        if tensor.dim() != 2 or tensor.stride(1) != 1:
+            return "host tensors are not rows of bytes"
+        new = _rows_pinned(tensor, known, pinned_range) if pinned_range is not None else []
+        if isinstance(new, str):
+            return new
+        if new:
+            known = Ranges(known.pairs + new)
+    return Swappable(known, Ranges([_extent(t) for t in device]), devices.pop().index)
+
+
+def _rows_pinned(tensor: torch.Tensor, known: Ranges, pinned_range: PinnedRange) -> list[tuple[int, int]] | str:
+    """The ranges not in `known` that hold the rows of `tensor`, or why a row is not held.
+
+    What lies between the rows is not asked for: vLLM may register one worker's slots only (FACTS 7).
+    """
+    rows, row_bytes = tensor.shape[0], tensor.shape[1] * tensor.element_size()
+    starts = tensor.data_ptr() + np.arange(rows, dtype=np.int64) * (tensor.stride(0) * tensor.element_size())
+    starts = starts[~known.hold(starts, row_bytes)]
+    new: list[tuple[int, int]] = []
+    row = 0
+    while row < len(starts) and row_bytes:
+        at = int(starts[row])
+        row_end = at + row_bytes
+        while at < row_end:  # a row may lie across two registrations
+            found = pinned_range(at)
+            if isinstance(found, str):
+                return found
+            new.append(found)
+            at = found[1]
+        row = int(np.searchsorted(starts, at - row_bytes, side="right"))  # the first row that ends behind `at`
+    return new
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()

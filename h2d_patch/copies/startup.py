@@ -1,0 +1,150 @@
+"""Device start-up: the one moment at which pinned memory is allocated and kernels are compiled."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """What came up on a device. `reasons` says in words what did not; empty means all of it did."""
+
+    device: str
+    ring_bytes: int
+    kernels: bool
+    reasons: list[str]
+    seconds: float
+
+
+_lock = threading.Lock()
+_reports: dict[str, StartReport] = {}
+
+
+def _renew() -> None:
+    global _lock, _reports
+    _lock = threading.Lock()
+    _reports = {}
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def start(device: Any, pinned_bytes: int) -> StartReport:
+    """Allocate `pinned_bytes` of pinned memory for copies to `device`, compile the kernels, run each once.
+
+    Once per process and device; a later call returns the first report. Never raises. Waits for the device.
+    """
+    began = time.perf_counter()
+    with _lock:
+        try:
+            index = _index(device)
+        except Exception as error:
+            return StartReport(str(device), 0, False, [_words(error)], time.perf_counter() - began)
+        name = f"cuda:{index}"
+        if name not in _reports:
+            reasons = []
+            ring_bytes = 0
+            try:
+                ring_bytes = _open_ring(index, pinned_bytes)
+            except Exception as error:
+                reasons.append(f"no staging region: {_words(error)}")
+            try:
+                from h2d_patch.copies.swap import compile_kernels
+
+                why_not = compile_kernels(index)
+            except Exception as error:
+                why_not = _words(error)
+            if why_not is not None:
+                reasons.append(f"no swap kernel: {why_not}")
+            _reports[name] = StartReport(name, ring_bytes, why_not is None, reasons, time.perf_counter() - began)
+        return _reports[name]
+
+
+def stop() -> None:
+    """Free everything that `start` made; waits for the devices. For tests: no copy may be under way in any thread."""
+    with _lock:
+        _reports.clear()
+        if f"{__package__}.staging" in sys.modules:
+            _close_rings()
+        if f"{__package__}.swap" in sys.modules:
+            from h2d_patch.copies.swap import forget_kernels
+
+            forget_kernels()
+
+
+def _index(device: Any) -> int:
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(f"{device} is not a CUDA device")
+    return int(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _open_ring(index: int, nbytes: int) -> int:
+    import ctypes
+
+    import torch
+
+    from h2d_patch.copies.cuda import CudaEvents, Runtime
+    from h2d_patch.copies.staging import Ring, process
+
+    try:
+        if nbytes < 1:
+            raise ValueError(f"{nbytes} bytes of pinned memory asked for")
+        runtime = Runtime()
+        with torch.cuda.device(index), torch.inference_mode(False):
+            torch.cuda.init()
+            address = runtime.allocate_pinned(nbytes)
+            try:
+                memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+                if not memory.is_pinned():
+                    raise OSError("torch does not see the region as pinned")
+                ring = Ring(memory, CudaEvents(index, runtime), torch.device("cuda", index))
+                _first_copy(ring)
+            except BaseException:
+                runtime.free_pinned(address)
+                raise
+        process.rings[index] = ring
+        process.free[index] = lambda: runtime.free_pinned(address)
+    except Exception as error:
+        process.without[index] = _words(error)
+        raise
+    return nbytes
+
+
+def _first_copy(ring: Any) -> None:
+    """Send one piece through the ring: what the device loads at its first copy, it loads now."""
+    import torch
+
+    sent = torch.arange(min(ring.capacity, 4096) // 8, dtype=torch.int64, device="cpu")
+    with ring.reserve(sent.nbytes) as piece:
+        staged = piece.snapshot(sent, sent.stride())
+        piece.submitted = True
+        arrived = torch.empty_like(sent, device=ring.device)
+        arrived.copy_(staged, non_blocking=True)
+    if not torch.equal(arrived.cpu(), sent):
+        raise OSError("the first copy out of the staging region arrived changed")
+
+
+def _close_rings() -> None:
+    import torch
+
+    from h2d_patch.copies.staging import process
+
+    for index, ring in list(process.rings.items()):
+        ring.retire("stopped")
+        with torch.cuda.device(index):
+            torch.cuda.synchronize()
+            del process.rings[index]
+            process.free.pop(index)()
+    process.without.clear()

@@ -1,0 +1,82 @@
+"""A ledger that remembers, and a ring whose events pass when the test says so."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from h2d_patch.copies.staging import Ring  # noqa: E402  (needs torch)
+
+
+class MemoryLedger:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fallbacks = 0
+        self.reasons: list[str] = []
+        self.errors: list[BaseException] = []
+
+    def declined(self, reason: str) -> None:
+        self.fallbacks += 1
+        self.reasons.append(reason)
+
+    def failed(self, error: BaseException) -> None:
+        self.fallbacks += 1
+        self.errors.append(error)
+
+
+class HeldEvents:
+    """Events that pass only when told."""
+
+    def __init__(self) -> None:
+        self.passed: set[int] = set()
+        self.recorded: list[int] = []
+        self.in_capture = False
+        self.fail_to_record: Exception | None = None
+        self._made = 0
+
+    def capturing(self) -> bool:
+        return self.in_capture
+
+    def new(self) -> int:
+        self._made += 1
+        return self._made
+
+    def record(self, event: int) -> None:
+        if self.fail_to_record is not None:
+            raise self.fail_to_record
+        self.passed.discard(event)
+        self.recorded.append(event)
+
+    def finished(self, event: int) -> bool:
+        return event in self.passed
+
+
+@pytest.fixture
+def ledger() -> MemoryLedger:
+    return MemoryLedger()
+
+
+@pytest.fixture
+def held() -> HeldEvents:
+    return HeldEvents()
+
+
+@pytest.fixture
+def make_ring(held: HeldEvents):
+    def make(nbytes: int) -> Ring:
+        return Ring(torch.empty(nbytes, dtype=torch.uint8), held, torch.device("cpu"))
+
+    return make
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Send this thread's copies to the CPU through a given ring."""
+    from h2d_patch.copies import staging
+
+    def use(ring: Ring) -> Ring:
+        monkeypatch.setattr(staging._thread, "forced", ring)
+        return ring
+
+    return use

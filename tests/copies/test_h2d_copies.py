@@ -1,0 +1,377 @@
+"""H2D copies against the expressions they stand in for, through the staging path over ordinary memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2d_patch import copies
+from h2d_patch.copies import forced_staging, h2d, staging
+
+CPU = torch.device("cpu")
+DTYPES = staging.DTYPES
+
+
+def random_tensor(shape, dtype, seed):
+    torch.manual_seed(seed)
+    count = 1
+    for n in shape:
+        count *= n
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,)).to(torch.bool).reshape(shape)
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def raw(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def assert_same(ours, theirs):
+    assert type(ours) is type(theirs) is torch.Tensor
+    assert (ours.shape, ours.dtype, ours.device, ours.stride()) == (
+        theirs.shape, theirs.dtype, theirs.device, theirs.stride(),
+    )  # fmt: skip
+    assert torch.equal(raw(ours), raw(theirs))
+
+
+@st.composite
+def sources(draw, dtypes=DTYPES, max_dims=4):
+    """Plain CPU tensors: any shape, dtype, order of dimensions, with gaps or without, zero sizes included."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=max_dims))
+    tensor = random_tensor([n + draw(st.integers(0, 2)) for n in shape], draw(st.sampled_from(dtypes)), 0)
+    for dim, n in enumerate(shape):
+        tensor = tensor.narrow(dim, 0, n)
+    if draw(st.booleans()):
+        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    if shape and draw(st.booleans()):
+        tensor = tensor[::2]
+    return tensor
+
+
+def fresh_to(source, *args, **kwargs):
+    """What `.to` gives on a device that is not the source's own: never the source itself."""
+    return source.to(*args, copy=True, **kwargs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sources())
+def test_to_device_gives_the_bytes_and_strides_of_to(source):
+    with forced_staging(1 << 16) as ring:
+        ours = h2d.to_device(source, CPU)
+        assert ring.in_use() == 0
+    if not source.nbytes:
+        assert ours is h2d.NOTHING_TO_COPY
+    else:
+        assert_same(ours, fresh_to(source, CPU))
+
+
+PLAIN = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.uint8, torch.float16]
+
+
+@settings(max_examples=150, deadline=None)
+@given(sources(PLAIN), st.sampled_from(PLAIN), st.integers(0, 4))
+def test_to_device_converts_like_to(source, dtype, form):
+    args, kwargs = [
+        ((CPU, dtype), {}),
+        (("cpu", dtype), {}),
+        ((), {"device": "cpu", "dtype": dtype}),
+        ((dtype,), {"device": CPU}),
+        ((torch.empty(0, dtype=dtype),), {}),
+    ][form]
+    with forced_staging(1 << 16):
+        ours = h2d.to_device(source, *args, **kwargs)
+    if source.nbytes:
+        theirs = fresh_to(source, *args, **kwargs)
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        assert torch.equal(torch.nan_to_num(ours.float()), torch.nan_to_num(theirs.float()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(sources(), st.data())
+def test_copy_h2d_writes_what_copy_writes(source, data):
+    shape = source.shape
+    room = torch.zeros([n + data.draw(st.integers(0, 2)) for n in reversed(shape)], dtype=source.dtype)
+    order = tuple(reversed(range(len(shape))))
+    ours, theirs = (r.permute(order)[tuple(slice(0, n) for n in shape)] for r in (room.clone(), room.clone()))
+    with forced_staging(1 << 16):
+        result = h2d.copy_h2d(ours, source)
+    if source.nbytes:
+        assert result is ours
+        theirs.copy_(source)
+        assert torch.equal(raw(ours), raw(theirs))
+
+
+def test_copy_h2d_leaves_what_lies_between_a_gapped_destination_alone(ledger):
+    whole = torch.full((3, 10), -1)
+    source = torch.arange(12).reshape(3, 4)
+    with forced_staging(1 << 12):
+        copies.copy_h2d.bind(ledger)(whole[:, 2:6], source)
+    assert torch.equal(whole[:, 2:6], source) and (whole[:, 6:] == -1).all() and (whole[:, :2] == -1).all()
+    assert (ledger.calls, ledger.fallbacks) == (1, 0)
+
+
+def test_copy_h2d_converts(ledger):
+    target = torch.zeros(3, dtype=torch.bfloat16)
+    with forced_staging(1 << 12):
+        copies.copy_h2d.bind(ledger)(target, torch.tensor([1.0, 2.0, 3.0]))
+    assert target.tolist() == [1, 2, 3] and ledger.fallbacks == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_cat_to_device_gives_the_bytes_and_strides_of_cat(data):
+    dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool]))
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    pieces = []
+    for i in range(data.draw(st.integers(1, 4))):
+        shape[dim] = data.draw(st.integers(0, 3))
+        piece = random_tensor([2 * n for n in shape], dtype, i) if data.draw(st.booleans()) else None
+        if piece is None:
+            pieces.append(random_tensor(shape, dtype, i))
+        else:
+            pieces.append(piece[tuple(slice(0, 2 * n, 2) for n in shape)])
+    with forced_staging(1 << 16):
+        ours = h2d.cat_to_device(pieces, CPU, dim=dim)
+    theirs = torch.cat(pieces, dim=dim)
+    if theirs.numel():
+        assert_same(ours, theirs)
+    else:
+        assert ours is h2d.NOTHING_TO_COPY
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def test_sources_that_are_not_plain_are_left_to_the_original_and_counted(ledger):
+    bound = copies.to_device.bind(ledger)
+    odd = [
+        torch.ones(3).as_subclass(Marked),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, requires_grad=True),
+        torch.ones(1).expand(4),
+        torch.ones(2, 1, 3).expand(2, 5, 3),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.view_as_real(torch.ones(2, dtype=torch.complex64).conj())[..., 1],  # negative bit
+        torch.ones(2, 3, names=("a", "b")),
+    ]
+    with forced_staging(1 << 12) as ring:
+        for source in odd:
+            assert bound(source, "cpu") is source  # what the original returns
+            assert copies.copy_h2d.bind(ledger)(target := torch.zeros(source.shape), source.detach()) is target
+        assert ring.in_use() == 0
+    assert len([r for r in ledger.reasons]) >= len(odd) and not ledger.errors
+
+
+def test_a_broadcast_of_size_one_is_dense(ledger):
+    with forced_staging(1 << 12):
+        copies.to_device.bind(ledger)(torch.ones(3, 1).as_strided((3, 1), (1, 0)), "cpu")
+    assert ledger.fallbacks == 0
+
+
+def test_what_is_no_tensor_or_not_for_the_gpu_is_left_alone_uncounted(ledger):
+    class Batch:
+        def to(self, *args, **kwargs):
+            return args, kwargs
+
+    to = copies.to_device.bind(ledger)
+    assert to(Batch(), "cpu", extra=1) == (("cpu",), {"non_blocking": True, "extra": 1})
+    source = torch.ones(3)
+    assert to(source, "cpu") is source
+    assert to(source, torch.float32) is source
+    assert to(source, dtype=torch.float64).dtype == torch.float64
+    assert to(torch.ones(3, device="meta"), "meta").device.type == "meta"
+    target = torch.zeros(3)
+    assert copies.copy_h2d.bind(ledger)(target, source) is target and torch.equal(target, source)
+    assert torch.equal(copies.cat_to_device.bind(ledger)([source, source], "cpu"), torch.ones(6))
+    with forced_staging(1 << 12):
+        assert to(torch.empty(0, 3), "cpu").shape == (0, 3)
+    assert ledger.calls == 8 and ledger.fallbacks == 0
+
+
+@pytest.mark.parametrize(
+    "args, kwargs",
+    [
+        (("cpu",), {"copy": True}),
+        (("cpu",), {"memory_format": torch.contiguous_format}),
+        (("cpu", torch.float32, False), {}),
+        (("cpu",), {"device": "cpu"}),
+        (("cpu", torch.float32), {"dtype": torch.float32}),
+        (("cpu", 3), {}),
+    ],
+)
+def test_other_arguments_of_to_are_left_to_the_original(args, kwargs):
+    with forced_staging(1 << 12):
+        assert h2d.to_device(torch.ones(2), *args, **kwargs) is h2d.OTHER_ARGUMENTS
+
+
+@pytest.mark.parametrize("args", [("no such device",), ("cpu", "no dtype"), (1.5,)])
+def test_the_callers_mistake_raises_what_the_original_raises(ledger, args):
+    with pytest.raises(Exception) as theirs:
+        torch.ones(2).to(*args, non_blocking=True)
+    with forced_staging(1 << 12), pytest.raises(type(theirs.value)) as ours:
+        copies.to_device.bind(ledger)(torch.ones(2), *args)
+    assert str(ours.value) == str(theirs.value) and ours.value.__context__ is None
+    assert not ledger.errors
+
+
+def test_shapes_that_copy_would_broadcast_or_refuse_are_left_to_it(ledger):
+    copy = copies.copy_h2d.bind(ledger)
+    with forced_staging(1 << 12):
+        assert copy(torch.zeros(2, 3), torch.ones(3)).sum() == 6
+        with pytest.raises(RuntimeError):
+            copy(torch.zeros(2), torch.ones(3))
+    assert ledger.fallbacks == 2 and not ledger.errors
+
+
+@pytest.mark.parametrize(
+    "pieces, dim",
+    [
+        ([torch.ones(2), torch.ones(2, dtype=torch.float64)], 0),
+        ([torch.empty(0), torch.ones(2, 3)], 0),
+        ([torch.ones(2, 3), torch.ones(2, 3).as_subclass(Marked)], 0),
+        ([torch.ones(1, 2, 3, 4)], 0),
+    ],
+)
+def test_unlike_pieces_are_left_to_cat_and_counted(ledger, pieces, dim):
+    with forced_staging(1 << 12):
+        ours = copies.cat_to_device.bind(ledger)(pieces, "cpu", dim=dim)
+    assert torch.equal(ours, torch.cat(pieces, dim=dim)) and ours.dtype == torch.cat(pieces, dim=dim).dtype
+    assert ledger.fallbacks == 1
+
+
+def test_cat_raises_its_own_exceptions(ledger):
+    cat = copies.cat_to_device.bind(ledger)
+    with forced_staging(1 << 12):
+        for wrong in ([], [torch.ones(2), torch.ones(2, 2)], [1, 2], torch.ones(3)):
+            with pytest.raises((RuntimeError, ValueError, TypeError)):
+                cat(wrong, "cpu")
+        with pytest.raises(IndexError):
+            cat([torch.ones(2)], "cpu", dim=1)
+    assert not ledger.errors
+
+
+def test_full_and_too_small_staging_leave_the_copy_to_the_original(ledger, make_ring, held, force):
+    to = copies.to_device.bind(ledger)
+    ring = force(make_ring(1024))
+    source = torch.arange(128)
+    to(source, "cpu")
+    assert torch.equal(to(source, "cpu"), source)  # full: the event of the first has not passed
+    assert torch.equal(to(torch.arange(1000), "cpu"), torch.arange(1000))
+    assert ledger.reasons == ["staging is full", "larger than the staging region"]
+    held.passed.add(held.recorded[0])
+    to(source, "cpu")
+    assert ledger.calls == 4 and ledger.fallbacks == 2 and len(held.recorded) == 2
+    assert ring.in_use() == 1024
+
+
+def test_under_graph_capture_nothing_is_touched(ledger, make_ring, held, force):
+    ring = force(make_ring(1024))
+    held.in_capture = True
+    source = torch.ones(3)
+    assert copies.to_device.bind(ledger)(source, "cpu") is source
+    assert ledger.reasons == ["a CUDA graph is being captured"] and ring.in_use() == 0
+
+
+def test_an_event_that_cannot_be_recorded_runs_the_original_and_closes_the_ring(ledger, make_ring, held, force):
+    force(make_ring(1024))
+    held.fail_to_record = RuntimeError("lost")
+    to = copies.to_device.bind(ledger)
+    source = torch.arange(3)
+    assert to(source, "cpu") is source
+    assert ledger.errors == [held.fail_to_record]
+    assert to(source, "cpu") is source and "out of use" in ledger.reasons[0]
+
+
+def test_the_result_never_aliases_the_ring_and_keeps_the_values_of_the_call():
+    with forced_staging(1 << 12) as ring:
+        source = torch.full((10,), 7)
+        results = [
+            copies.to_device(source, "cpu"),
+            copies.copy_h2d(torch.zeros(10, dtype=torch.int64), source),
+            copies.cat_to_device([source], "cpu"),
+            copies.nested_to_device([source], "cpu")[0],
+        ]
+        source.fill_(9)
+        ring.memory.fill_(0)
+    assert all((result == 7).all() for result in results)
+
+
+def test_inference_mode_on_either_side_is_fine(ledger):
+    to, copy = copies.to_device.bind(ledger), copies.copy_h2d.bind(ledger)
+    with torch.inference_mode(), forced_staging(1 << 12):
+        inside = torch.arange(5)
+        assert to(inside, "cpu").is_inference()
+        with torch.inference_mode(False):
+            assert not to(torch.arange(5), "cpu").is_inference()
+            copy(torch.zeros(5), inside.clone())
+    assert not ledger.errors and not ledger.fallbacks
+
+
+def test_large_copies_are_whole(ledger):
+    source = torch.randint(0, 255, (3, 1 << 20), dtype=torch.uint8)
+    with forced_staging(16 << 20):
+        to = copies.to_device.bind(ledger)
+        assert torch.equal(to(source, "cpu"), source)
+        assert torch.equal(to(source.t(), "cpu"), source.t())
+        assert torch.equal(to(source[:, 1:], "cpu"), source[:, 1:])
+    assert ledger.fallbacks == 0
+
+
+class Names(tuple):
+    pass
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.one_of(st.integers(), st.none(), st.text(max_size=2), st.just("TENSOR")),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.lists(inner, max_size=3).map(Names),
+            st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        ),
+        max_leaves=12,
+    )
+)
+def test_nested_tensors_keep_their_places_and_other_leaves_their_identity(tree):
+    def fill(value):
+        if isinstance(value, dict):
+            return {k: fill(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(fill(v) for v in value)
+        return torch.arange(5) if value == "TENSOR" else value
+
+    def check(ours, theirs):
+        if isinstance(theirs, dict):
+            assert type(ours) is dict and list(ours) == list(theirs)
+            for key in theirs:
+                check(ours[key], theirs[key])
+        elif isinstance(theirs, (list, tuple)):
+            assert type(ours) is (list if isinstance(theirs, list) else tuple) and len(ours) == len(theirs)
+            for pair in zip(ours, theirs, strict=True):
+                check(*pair)
+        elif isinstance(theirs, torch.Tensor):
+            assert_same(ours, theirs)
+            assert ours is not theirs
+        else:
+            assert ours is theirs
+
+    tree = fill(tree)
+    with forced_staging(1 << 14):
+        check(copies.nested_to_device(tree, "cpu"), tree)
+    assert copies.nested_to_device(tree, None) is tree
+
+
+def test_nested_leaves_fall_back_one_by_one(ledger):
+    grad = torch.ones(2, requires_grad=True)
+    with forced_staging(1 << 12):
+        out = copies.nested_to_device.bind(ledger)({"a": [grad, torch.ones(2)]}, device="cpu")
+    assert out["a"][0] is grad and out["a"][1] is not None
+    assert (ledger.calls, ledger.fallbacks) == (2, 1)

@@ -1,0 +1,209 @@
+"""The ring: who gets which bytes, and when they may be handed out again."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import pytest
+import torch
+
+from h2d_patch.copies import forced_staging, staging
+from h2d_patch.copies.call import Declined
+
+
+def submit(ring, nbytes):
+    piece = ring.reserve(nbytes)
+    if type(piece) is not Declined:
+        with piece:
+            piece.submitted = True
+    return piece
+
+
+def test_pieces_are_aligned_and_do_not_overlap(make_ring):
+    ring = make_ring(4096)
+    pieces = [ring.reserve(n) for n in (1, 256, 257)]
+    assert [p.offset for p in pieces] == [0, 256, 512]
+    assert ring.reserve(4096 - 1024).offset == 1024
+
+
+def test_a_piece_may_be_as_large_as_the_region_and_no_larger(make_ring):
+    ring = make_ring(1024)
+    assert ring.reserve(1025) is staging.TOO_LARGE
+    assert ring.reserve(1024).offset == 0
+
+
+def test_a_region_that_is_no_multiple_of_the_alignment_keeps_it(make_ring, held):
+    ring = make_ring(1000)
+    for _ in range(20):
+        piece = submit(ring, 300)
+        assert piece.offset % 256 == 0 and piece.offset + 300 <= 1000
+        held.passed.add(piece.event)
+
+
+def test_a_piece_with_an_unfinished_event_is_never_handed_out_again(make_ring, held):
+    ring = make_ring(1024)
+    first, second = submit(ring, 512), submit(ring, 512)
+    assert ring.reserve(1) is staging.FULL
+    held.passed.add(second.event)  # out of order: the first is still being read, and the ring gives back in order
+    assert ring.reserve(1) is staging.FULL
+    held.passed.add(first.event)
+    assert ring.reserve(1024).offset == 0
+
+
+def test_an_open_piece_is_never_handed_out_again(make_ring, held):
+    ring = make_ring(512)
+    piece = ring.reserve(512)
+    piece.submitted = True
+    held.passed.add(piece.event)
+    assert ring.reserve(1) is staging.FULL
+    with piece:
+        pass
+    assert ring.reserve(1) is staging.FULL  # now recorded anew
+    held.passed.add(piece.event)
+    assert ring.reserve(1).offset == 0
+
+
+def test_a_piece_from_which_nothing_was_submitted_is_free_at_once(make_ring):
+    ring = make_ring(512)
+    with pytest.raises(ZeroDivisionError), ring.reserve(512):
+        raise ZeroDivisionError
+    assert ring.reserve(512).offset == 0
+
+
+def test_the_ring_goes_around_and_skips_an_end_that_is_too_small(make_ring, held):
+    ring = make_ring(1024)
+    first, second = submit(ring, 512), submit(ring, 256)
+    assert ring.reserve(512) is staging.FULL  # 256 at the end, nothing in front
+    held.passed.add(first.event)
+    third = submit(ring, 512)
+    assert third.offset == 0
+    assert ring.reserve(1) is staging.FULL
+    held.passed.update((second.event, third.event))
+    assert ring.in_use() == 0
+
+
+def test_when_an_event_cannot_be_recorded_the_ring_hands_out_nothing_more(make_ring, held):
+    ring = make_ring(1024)
+    held.fail_to_record = RuntimeError("lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        submit(ring, 256)
+    held.fail_to_record = None
+    refusal = ring.reserve(1)
+    assert type(refusal) is Declined and "lost" in refusal.reason and refusal.counted
+
+
+def test_nothing_is_reserved_under_graph_capture(make_ring, held):
+    ring = make_ring(1024)
+    held.in_capture = True
+    assert ring.reserve(1) is staging.CAPTURING
+    assert ring.in_use() == 0
+
+
+def test_events_are_used_again(make_ring, held):
+    ring = make_ring(1024)
+    for _ in range(100):
+        held.passed.add(submit(ring, 256).event)
+    assert held._made <= 4
+
+
+def test_finished_pieces_do_not_pile_up(make_ring, held):
+    ring = make_ring(1 << 20)
+    for _ in range(100):
+        submit(ring, 1)
+    held.passed.update(range(1000))
+    for _ in range(120):
+        held.passed.add(submit(ring, 1).event)
+    assert len(ring._pieces) <= 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_never_see_each_others_bytes(make_ring, held, seed):
+    ring = make_ring(8192)
+    wrong, full = [], []
+
+    def hammer(mark):
+        rnd = random.Random(seed * 100 + mark)
+        mine = []
+        for _ in range(300):
+            nbytes = rnd.randint(1, 3000)
+            piece = ring.reserve(nbytes)
+            if type(piece) is Declined:
+                full.append(piece)
+            else:
+                with piece:
+                    view = piece.view(torch.uint8, (nbytes,), (1,))
+                    view.fill_(mark)
+                    piece.submitted = True
+                mine.append((piece, view))
+            while mine and (len(mine) > 2 or type(piece) is Declined):
+                done, view = mine.pop(0)
+                if not bool((view == mark).all()):  # as the device would read it, just before the event passes
+                    wrong.append(mark)
+                held.passed.add(done.event)
+        for done, view in mine:
+            if not bool((view == mark).all()):
+                wrong.append(mark)
+            held.passed.add(done.event)
+
+    threads = [threading.Thread(target=hammer, args=(mark,)) for mark in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert full, "the test never filled the ring"
+    assert ring.in_use() == 0
+
+
+def test_forced_staging_is_for_this_thread_only_and_ends():
+    cpu = torch.device("cpu")
+    seen = []
+    with forced_staging(1024) as ring:
+        assert staging.ring_for(cpu) is ring
+        thread = threading.Thread(target=lambda: seen.append(staging.ring_for(cpu)))
+        thread.start()
+        thread.join()
+        with forced_staging(2048) as inner:
+            assert staging.ring_for(cpu) is inner
+        assert staging.ring_for(cpu) is ring
+    assert seen == [staging.NOT_TO_CUDA] and staging.ring_for(cpu) is staging.NOT_TO_CUDA
+
+
+def test_a_device_that_was_not_started_is_a_counted_decline_that_says_so():
+    refusal = staging.ring_for(torch.device("cuda", 3))
+    assert type(refusal) is Declined and refusal.counted and "cuda:3" in refusal.reason
+
+
+def test_a_forked_child_has_no_ring_and_leaves_the_parents_events_alone(make_ring, monkeypatch):
+    class Untouchable:
+        def __getattr__(self, name):
+            os._exit(3)
+
+        def __del__(self):
+            if os.getpid() != parent:
+                os._exit(4)
+
+    parent = os.getpid()
+    ring = make_ring(1024)
+    with ring.reserve(1) as piece:
+        pass
+    piece.event = Untouchable()
+    ring.reserve(1).event = Untouchable()
+    monkeypatch.setitem(staging.process.rings, 0, ring)
+    del ring, piece
+    child = os.fork()
+    if child == 0:
+        status = 5
+        try:
+            import gc
+
+            gone = type(staging.ring_for(torch.device("cuda", 0))) is Declined and not staging.process.rings
+            gc.collect()
+            status = 0 if gone else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert 0 in staging.process.rings
+    monkeypatch.undo()

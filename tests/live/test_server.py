@@ -1,0 +1,169 @@
+"""A real vLLM server on the CPU with the fixes in: same tokens, honest status, and nothing that can stop it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from live_server import Server, ServerDied
+
+from .conftest import QUESTIONS, Answers, Live, answers
+
+pytestmark = pytest.mark.live
+
+ALL = {"H2D_PATCH": "1", "H2D_PATCH_STRICT": "1"}
+# The fixes that an image request runs through in the worker, with the copy function that each of them calls.
+RAN = {"multimodal-h2d": "to_device", "vision-rope": "cat_to_device", "mrope-positions": "copy_h2d"}
+IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+
+
+def status(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(server.h2d_patch("status", "--json").stdout)
+    return found
+
+
+def workers(server: Server) -> list[dict[str, Any]]:
+    return sorted((p for p in status(server)["processes"] if p["role"] == "worker"), key=lambda p: p["rank"])
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10) -> bool:
+    """Each process writes its state about once a second."""
+    deadline = time.monotonic() + seconds
+    while not (true := holds()) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    return true
+
+
+def target(process: dict[str, Any], fix: str) -> dict[str, Any]:
+    """The target of `fix` that runs on this server: of several, the one that was called."""
+    found: dict[str, Any] = max((t for t in process["targets"] if t["fix"] == fix), key=lambda t: t["calls"])
+    return found
+
+
+def ran(process: dict[str, Any]) -> set[str]:
+    """The fixes that are active in the process and have run there."""
+    return {t["fix"] for t in process["targets"] if t["verdict"] == "active" and t["calls"] > 0}
+
+
+@pytest.fixture(scope="module")
+def patched(live: Live) -> Iterator[Server]:
+    """A server with all fixes, its processes spawned."""
+    with live.server("patched", ALL, fork=False) as server:
+        yield server
+
+
+def test_a_server_without_the_variable_writes_nothing(live: Live, reference: Answers) -> None:
+    assert not live.run_dir("reference").exists()
+    assert "h2d_patch" not in (live.folder / "reference.log").read_text().replace("Loading plugin h2d_patch", "")
+
+
+def test_the_questions_have_answers_that_differ(reference: Answers) -> None:
+    assert len({tuple(tokens) for tokens in reference.values()}) == len(QUESTIONS)
+
+
+def test_all_fixes_give_the_same_tokens(patched: Server, reference: Answers) -> None:
+    assert answers(patched) == reference
+
+
+def test_the_worker_ran_each_fix_that_an_image_goes_through(patched: Server) -> None:
+    patched.ask(*QUESTIONS["image"])
+    assert eventually(lambda: set(RAN) <= ran(workers(patched)[0])), patched.h2d_patch("status").stdout
+    (worker,) = workers(patched)
+    assert worker["rank"] == 0
+    assert worker["vllm"] == "0.22.1"
+    assert worker["alive"]
+    assert all(target(worker, fix)["selftest_ms"] < 100 for fix in RAN)
+
+
+def test_every_process_of_the_server_is_shown(patched: Server) -> None:
+    shown = status(patched)["processes"]
+    assert {"api-server", "engine-core", "worker"} <= {p["role"] for p in shown if p["alive"]}
+    assert patched.process.pid in {p["pid"] for p in shown if p["role"] == "api-server"}
+    assert all(t["verdict"] not in ("refused", "failed") for p in shown for t in p["targets"])
+    done = patched.h2d_patch("status")
+    assert done.returncode == 0
+    assert "mrope-positions" in done.stdout
+
+
+@pytest.mark.parametrize("fix", RAN)
+def test_a_corrupted_copy_changes_the_tokens(fix: str, patched: Server, live: Live, reference: Answers) -> None:
+    orders = live.orders("patched")
+    orders.write_text(f"corrupt {RAN[fix]}")
+    try:
+        assert patched.ask(*QUESTIONS["image"]) != reference["image"]
+    finally:
+        orders.unlink()
+    assert patched.ask(*QUESTIONS["image"]) == reference["image"]
+
+
+@pytest.mark.parametrize("fix", RAN)  # after the tests above: what has failed stays off in that process
+def test_an_error_of_ours_costs_the_fix_and_not_the_request(
+    fix: str, patched: Server, live: Live, reference: Answers
+) -> None:
+    orders = live.orders("patched")
+    orders.write_text(f"raise-once {RAN[fix]}")
+    try:
+        assert patched.ask(*QUESTIONS["image"]) == reference["image"]
+    finally:
+        orders.unlink()
+    assert patched.ask(*QUESTIONS["image"]) == reference["image"]
+    assert eventually(lambda: target(workers(patched)[0], fix)["verdict"] == "failed")
+    failed = target(workers(patched)[0], fix)
+    assert "RuntimeError: raised on purpose by h2d_probe" in failed["reason"]
+    assert failed["fallbacks"] == 1
+    assert patched.h2d_patch("status").returncode == 1
+
+
+def test_forked_processes_and_both_workers_of_tensor_parallelism(live: Live, reference: Answers) -> None:
+    with live.server("two", ALL, ("--tensor-parallel-size", "2")) as server:
+        assert answers(server) == reference
+        assert eventually(lambda: [set(RAN) <= ran(p) for p in workers(server)] == [True, True])
+        assert [p["rank"] for p in workers(server)] == [0, 1]
+        assert len({p["pid"] for p in status(server)["processes"]}) == len(status(server)["processes"])
+
+
+def test_a_worker_inside_the_engine_core_is_shown_as_the_worker(live: Live, reference: Answers) -> None:
+    with live.server("inside", ALL, IN_PROCESS) as server:
+        assert answers(server) == reference
+        assert eventually(lambda: [set(RAN) <= ran(p) for p in workers(server)] == [True])
+
+
+def test_one_fix_can_be_left_out(live: Live, reference: Answers) -> None:
+    with live.server("but-one", {**ALL, "H2D_PATCH": "all,-vision-rope"}) as server:
+        assert answers(server) == reference
+        assert eventually(lambda: ran(workers(server)[0]) == set(RAN) - {"vision-rope"})
+        assert target(workers(server)[0], "vision-rope")["verdict"] == "off"
+
+
+def test_vllm_plugins_naming_others_leaves_us_out_and_status_says_so(live: Live, reference: Answers) -> None:
+    with live.server("left-out", {**ALL, "VLLM_PLUGINS": "h2d_probe"}) as server:
+        assert answers(server) == reference
+        assert status(server)["processes"] == []
+        assert "VLLM_PLUGINS='h2d_probe' leaves h2d_patch out" in server.h2d_patch("status").stdout
+
+
+def test_a_wrong_setting_leaves_the_server_running_without_us(live: Live, reference: Answers) -> None:
+    with live.server("nonsense", {"H2D_PATCH": "nonsense"}) as server:
+        assert answers(server) == reference
+        assert all(p["targets"] == [] for p in status_despite(server)["processes"])
+        done = server.h2d_patch("status")
+    assert done.returncode == 2
+    assert "unknown fix 'nonsense'" in done.stderr
+    assert "unknown fix 'nonsense'" in (live.folder / "nonsense.log").read_text()
+
+
+def status_despite(server: Server) -> dict[str, Any]:
+    """What `status` says to an operator whose own shell has no wrong setting."""
+    done = server.h2d_patch("status", "--json", H2D_PATCH="1")
+    assert done.returncode == 1
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_wrong_setting_under_strict_keeps_the_server_from_starting(live: Live) -> None:
+    environ = {"H2D_PATCH": "nonsense", "H2D_PATCH_STRICT": "1"}
+    with pytest.raises(ServerDied, match="unknown fix 'nonsense'"), live.server("strict", environ):
+        pass

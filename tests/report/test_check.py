@@ -1,0 +1,168 @@
+"""`check` on real releases says what their sources show, and notices when a source has changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from h2d_patch.cli import main
+from h2d_patch.manifest import load
+from h2d_patch.report.check import Site, check
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from fetch_release import fetch  # noqa: E402
+
+pytestmark = pytest.mark.releases
+
+RELEASES = ["0.20.2", "0.22.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.33.0"]
+A, U, N = "applies", "upstream", "absent"
+# Read off the sources; one row for each target in the order of the manifest, one column for each release above.
+EXPECTED = {
+    "multimodal-h2d inputs:_nested_tensors_h2d": [A, A, A, A, A, U, U],
+    "vision-rope qwen3_vl:Qwen3_VisionTransformer.rot_pos_emb": [A, A, A, A, U, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.forward": [A, N, N, N, N, N, N],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.rotary_pos_emb_thw": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_image_embeds_evs": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_video_embeds_evs": [N, A, A, A, A, U, U],
+    "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._postprocess_image_embeds_evs": [N, A, A, A, A, U, U],
+    "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._get_expanded_positions": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_vl:Qwen2VisionTransformer.forward": [A, N, N, N, N, N, N],
+    "vision-h2d qwen2_vl:Qwen2VisionTransformer.rot_pos_emb": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata": [N, A, A, A, A, U, U],
+    "vision-h2d multimodal:MultiModalMixin._get_image_features": [N, N, N, N, N, U, N],
+    "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (M)": [A, A, A, A, U, U, U],
+    "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (XD)": [A, A, A, A, A, N, N],
+    "flashinfer-plan flashinfer:FlashInferMetadataBuilder.build": [A, A, A, A, A, U, U],
+    "flashinfer-plan flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata": [A, A, A, A, A, U, U],
+    "flashinfer-plan prefill:BatchPrefillWithPagedKVCacheWrapper.plan": [N, N, N, N, N, N, N],
+    "flashinfer-plan decode:BatchDecodeWithPagedKVCacheWrapper.plan": [N, N, N, N, N, N, N],
+    "flashinfer-plan decode:fast_decode_plan": [N, N, N, N, N, N, N],
+    "kv-swap cpu_gpu:SingleDirectionOffloadingHandler.transfer_async": [A, N, N, N, N, N, N],
+    "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.21, 0.22)": [N, A, N, N, N, N, N],
+    "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.23 on)": [N, N, A, A, A, A, A],
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_each_target_has_the_verdict_that_the_release_s_source_implies(release: str) -> None:
+    start = time.perf_counter()
+    site = Site(fetch(release))
+    found = list(check(load(), site))
+    assert time.perf_counter() - start < 3 or not (fetch(release) / "vllm").exists()
+    assert site.release() == release
+    rows = list(zip(EXPECTED.items(), found, strict=True))
+    for (name, _), row in rows:
+        assert row.fix in name and row.function.partition(":")[2] in name
+    column = RELEASES.index(release)
+    assert [row.verdict.value for row in found] == [verdicts[column] for verdicts in EXPECTED.values()]
+    assert all(row.reason for row in found if row.verdict.value in (U, N))
+
+
+COPY = """            self.mrope_positions.gpu[:, :total_num_scheduled_tokens].copy_(
+                self.mrope_positions.cpu[:, :total_num_scheduled_tokens],
+                non_blocking=True,
+            )
+"""
+ROWS = """            for row in range(3):
+                self.mrope_positions.gpu[row, :total_num_scheduled_tokens].copy_(
+                    self.mrope_positions.cpu[row, :total_num_scheduled_tokens], non_blocking=True
+                )
+"""
+ONE_LINE = " ".join(COPY.split()).replace("( ", "(").replace(", )", ")")
+
+
+def under(header: str) -> str:
+    return f"            {header}\n" + "".join(f"    {line}\n" for line in COPY.splitlines())
+
+
+MUTATIONS: dict[str, tuple[Callable[[str], str], str, str]] = {
+    "formatting": (lambda s: s.replace(COPY, f"            {ONE_LINE}  # as before\n"), "applies", ""),
+    "renamed variable": (lambda s: s.replace("total_num_scheduled_tokens", "n_tokens"), "applies", ""),
+    "another keyword": (lambda s: s.replace(COPY, COPY.replace("True", "False")), "refused", "occurs 0 times"),
+    "another buffer": (lambda s: s.replace(COPY, COPY.replace("mrope_positions.cpu", "mrope_cpu")), "refused", "0 times"),
+    "other columns": (lambda s: s.replace(COPY, COPY.replace(".cpu[:, :", ".cpu[:, 1:")), "refused", "occurs 0 times"),
+    "a second copy": (lambda s: s.replace(COPY, COPY + COPY), "refused", "occurs 2 times"),
+    "wrapped in a call": (lambda s: s.replace(COPY, f"            record({ONE_LINE})\n"), "refused", "not a statement"),
+    "in a lambda": (lambda s: s.replace(COPY, f"            (lambda: {ONE_LINE})()\n"), "refused", "not a statement"),
+    "a condition around it": (lambda s: s.replace(COPY, under("if self.use_gpu:")), "refused", "directly under"),
+    "a stream around it": (lambda s: s.replace(COPY, under("with stream(s):")), "refused", "directly under"),
+    "a changed condition": (lambda s: s.replace("        if self.uses_mrope:\n            # Only relevant for models using M-RoPE (e.g, Qwen2-VL)\n            self.mrope_positions.gpu", "        if self.uses_mrope and more:\n            self.mrope_positions.gpu"), "refused", "directly under"),
+    "moved away": (lambda s: s.replace(COPY, "            self._copy_mrope()\n"), "refused", "occurs 0 times"),
+    "upstream's fix": (lambda s: s.replace(COPY, ROWS), "upstream", "upstream's own fix"),
+    "upstream's fix beside it": (lambda s: s.replace(COPY, COPY + ROWS), "upstream", "upstream's own fix"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site_0_22_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what `check` reads of 0.22.1's M-RoPE, to alter."""
+    source = fetch("0.22.1")
+    site = tmp_path_factory.mktemp("site")
+    for name in ("vllm/__init__.py", "vllm/_version.py", "vllm/v1/worker/gpu_model_runner.py"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, site / name)
+    return site
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_an_altered_prepare_inputs_is_judged_by_what_it_means(site_0_22_1: Path, name: str) -> None:
+    change, verdict, says = MUTATIONS[name]
+    path = site_0_22_1 / "vllm/v1/worker/gpu_model_runner.py"
+    original = path.read_text(encoding="utf-8")
+    altered = change(original)
+    assert altered != original
+    path.write_text(altered, encoding="utf-8")
+    try:
+        found = [row for row in check(load(), Site(site_0_22_1)) if row.fix == "mrope-positions"]
+    finally:
+        path.write_text(original, encoding="utf-8")
+    assert found[0].verdict.value == verdict and says in found[0].reason
+    assert found[1].verdict.value == "applies", "XD-RoPE, beside it, is as it was"
+
+
+def test_the_command_prints_json_and_says_refusals_in_its_exit_status(site_0_22_1, capsys) -> None:  # type: ignore[no-untyped-def]
+    assert main(["check", "--json", "--site", str(site_0_22_1)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["vllm"] == "0.22.1"
+    assert {"fix", "function", "verdict", "reason"} == set(printed["targets"][0])
+    path = site_0_22_1 / "vllm/v1/worker/gpu_model_runner.py"
+    original = path.read_bytes()
+    path.write_bytes(original.replace(b"self.mrope_positions.cpu[:, :total", b"self.mrope_positions.cpu[:, 1:total"))
+    try:
+        assert main(["check", "--site", str(site_0_22_1)]) == 1
+    finally:
+        path.write_bytes(original)
+    assert "refused" in capsys.readouterr().out
+
+
+def test_a_damaged_source_file_is_refused_not_a_crash(site_0_22_1: Path) -> None:
+    path = site_0_22_1 / "vllm/v1/worker/gpu_model_runner.py"
+    original = path.read_bytes()
+    path.write_bytes(original[:40_000])
+    try:
+        found = [row for row in check(load(), Site(site_0_22_1)) if row.fix == "mrope-positions"]
+    finally:
+        path.write_bytes(original)
+    assert [row.verdict.value for row in found] == ["refused", "refused"]
+    assert "cannot be read as source" in found[0].reason
+
+
+def test_check_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; from h2d_patch.cli import main; code = main(['check', '--site', sys.argv[1]]);"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('vllm', 'torch', 'triton', 'numpy')), code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(fetch("0.22.1"))], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[] 0"

@@ -1,0 +1,383 @@
+"""A process from `register()` to verdicts: what is put in when, what failures do, and what children inherit.
+
+The models here are stand-ins with a manifest of their own; real vLLM is in tests/live.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MANIFEST = """
+manifest = 1
+[patch.our-model]
+why = "positions of our own model"
+[[patch.our-model.target]]
+function = "our_model:Model.forward"
+[[patch.our-model.target.rewrite]]
+find = "SRC.to(DEV, non_blocking=True)"
+put = "to_device(SRC, DEV)"
+given = ["SRC = tensor(size(1, 50), 2)", "DEV = device"]
+[[patch.our-model.target]]
+function = "our_model:gone"
+[[patch.our-model.target.rewrite]]
+find = "SRC.to(DEV, non_blocking=True)"
+put = "to_device(SRC, DEV)"
+"""
+
+MODEL = """
+import torch
+
+class Model:
+    runs = 0
+
+    def forward(self, x, bad=False):
+        type(self).runs += 1
+        if bad:
+            raise ValueError("the model's own")
+        return x.to("cpu", non_blocking=True) + 1
+"""
+
+
+class Server:
+    """Runs a script in a process with our plugin's environment, a model to patch and a run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("H2D_PATCH", "VLLM"))},
+            "PYTHONPATH": f"{path}:{ROOT}",
+            "H2D_PATCH": "our-model",
+            "H2D_PATCH_MANIFEST": str(path / "ours.toml"),
+            "H2D_PATCH_RUN_DIR": str(path / "run"),
+        }
+        (path / "ours.toml").write_text(MANIFEST)
+        (path / "our_model.py").write_text(MODEL)
+        self.prelude = "import json, os, sys, time, torch\nfrom h2d_patch.plugin import register\n"
+
+    def run(self, script: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        text = self.prelude + textwrap.dedent(script)
+        done = subprocess.run(
+            [sys.executable, "-c", text], env={**self.env, **env}, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    def states(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.path / "run").glob("state-*.json"))]
+
+    def status(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "h2d_patch.cli", *arguments]
+        return subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    pytest.importorskip("torch")
+    return Server(tmp_path)
+
+
+CALL = """
+register()
+import our_model
+from h2d_patch import process
+model = our_model.Model()
+print(model.forward(torch.ones(3)).tolist())
+print(json.dumps(process.current.state()["targets"][-2]) if process.current else "inert")
+"""
+
+
+def target(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_module_imported_after_register_is_patched_and_its_calls_are_counted(server: Server) -> None:
+    found = target(server.run(CALL))
+    assert (found["verdict"], found["calls"], found["fallbacks"]) == ("active", 1, 0)
+    assert 0 < found["selftest_ms"] < 100
+
+
+def test_a_module_imported_before_register_is_patched_at_once(server: Server) -> None:
+    assert target(server.run("import our_model\n" + CALL))["verdict"] == "active"
+
+
+def test_registering_twice_patches_once(server: Server) -> None:
+    found = target(server.run("register()\nregister()\n" + CALL + "register()\n"))
+    assert (found["verdict"], found["calls"]) == ("active", 1)
+
+
+def test_a_function_that_this_release_lacks_is_absent(server: Server) -> None:
+    done = server.run("register()\nimport our_model\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][-1]))")
+    assert target(done)["verdict"] == "absent"
+
+
+def test_fixes_that_are_not_selected_are_off(server: Server) -> None:
+    done = server.run("register()\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][0]))")
+    assert (target(done)["verdict"], target(done)["reason"]) == ("off", "not selected by H2D_PATCH")
+
+
+@pytest.mark.parametrize("value", ["", "0", " 0 "])
+def test_with_the_variable_unset_nothing_is_imported_written_or_hooked(server: Server, value: str) -> None:
+    done = server.run(CALL + "print(sorted(m for m in sys.modules if m.startswith('h2d_patch')))", H2D_PATCH=value, check=False)
+    assert "inert" not in done.stdout or done.returncode == 0
+    done = server.run(
+        "register()\nprint(sorted(m for m in sys.modules if m.startswith('h2d_patch')), len(sys.meta_path))", H2D_PATCH=value
+    )
+    assert done.stdout.split("\n")[0].startswith("['h2d_patch', 'h2d_patch.plugin']")
+    assert not (server.path / "run").exists()
+
+
+def test_register_with_nothing_enabled_takes_under_50_ms_and_leaves_cuda_alone(server: Server) -> None:
+    script = """
+    start = time.perf_counter()
+    register()
+    print(time.perf_counter() - start, torch.cuda.is_initialized())
+    """
+    server.prelude = "import time, torch\nstart = time.perf_counter()\nfrom h2d_patch.plugin import register\n"
+    script = "register()\nprint(time.perf_counter() - start, torch.cuda.is_initialized())"
+    seconds, initialised = server.run(script, H2D_PATCH="").stdout.split()
+    assert float(seconds) < 0.05 and initialised == "False"
+
+
+def test_an_error_in_a_copy_function_runs_the_original_once_and_turns_the_fix_off(server: Server) -> None:
+    script = """
+    register()
+    import our_model
+    from h2d_patch import process
+    patch = process.current.patches[-2]
+    def broken(*args, **kwargs):
+        raise OSError("no such luck")
+    from h2d_patch.copies.call import falling_back
+    from h2d_patch.copies.h2d import original_to_device
+    patch.site.bind("to_device", falling_back(broken, original_to_device)(patch.site))
+    model = our_model.Model()
+    first, second = (model.forward(torch.ones(3)).tolist() for _ in range(2))
+    print(first, second, our_model.Model.runs)
+    print(json.dumps(process.current.state()["targets"][-2]))
+    """
+    done = server.run(script)
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0, 2.0] [2.0, 2.0, 2.0] 2"
+    found = target(done)
+    assert (found["verdict"], found["calls"], found["fallbacks"]) == ("failed", 1, 1)
+    assert "OSError: no such luck" in found["reason"]
+    assert "our-model is off in this process" in done.stderr
+
+
+def test_the_model_s_own_exception_passes_untouched_and_the_function_runs_once(server: Server) -> None:
+    script = """
+    register()
+    import our_model
+    from h2d_patch import process
+    try:
+        our_model.Model().forward(torch.ones(1), bad=True)
+    except ValueError as error:
+        print(error, error.__context__, our_model.Model.runs)
+    try:
+        our_model.Model().forward("no tensor")
+    except AttributeError as error:
+        print(error, error.__context__, our_model.Model.runs)
+    print(json.dumps(process.current.state()["targets"][-2]))
+    """
+    done = server.run(script)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "the model's own None 1"
+    assert lines[1] == "'str' object has no attribute 'to' None 2"
+    assert target(done)["verdict"] == "active"
+
+
+def test_a_fix_whose_self_test_fails_is_not_put_in(server: Server) -> None:
+    script = """
+    from h2d_patch.copies import h2d
+    from h2d_patch.copies.call import falling_back
+    wrong = falling_back(lambda src, dev: src + 1, h2d.original_to_device)
+    h2d.BINDERS = {**h2d.BINDERS, "to_device": wrong}
+    """ + CALL.replace("\n", "\n    ")
+    done = server.run(script)
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0, 2.0]"
+    assert target(done)["verdict"] == "failed" and "self-test: the result holds other bytes" in target(done)["reason"]
+
+
+def test_a_changed_source_is_refused_and_the_original_runs(server: Server) -> None:
+    (server.path / "our_model.py").write_text(MODEL.replace("non_blocking=True", "non_blocking=False"))
+    done = server.run(CALL)
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0, 2.0]"
+    assert target(done)["verdict"] == "refused" and "occurs 0 times" in target(done)["reason"]
+    assert "refused" in done.stderr
+
+
+def test_a_function_wrapped_by_another_plugin_is_refused_and_the_plugin_named(server: Server) -> None:
+    (server.path / "other_plugin.py").write_text(
+        "import our_model\ninner = our_model.Model.forward\ndef wrapper(*a, **k):\n    return inner(*a, **k)\n"
+        "our_model.Model.forward = wrapper\n"
+    )
+    found = target(server.run("import other_plugin\n" + CALL))
+    assert found["verdict"] == "refused" and "other_plugin.py:3" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("H2D_PATCH", "nonsense", "unknown fix 'nonsense'"),
+        ("H2D_PATCH_PINNED_MB", "lots", "H2D_PATCH_PINNED_MB='lots'"),
+        ("H2D_PATCH_MANIFEST", "/nowhere.toml", "/nowhere.toml"),
+    ],
+)
+def test_a_bad_setting_leaves_the_server_running_unpatched_and_is_said(
+    server: Server, name: str, value: str, says: str
+) -> None:
+    done = server.run(CALL, **{name: value})
+    assert done.stdout.splitlines() == ["[2.0, 2.0, 2.0]", "inert"]
+    assert says in done.stderr and len([line for line in done.stderr.splitlines() if "h2d_patch" in line]) == 1
+    assert says in server.states()[0]["error"]
+    strict = server.run(CALL, check=False, H2D_PATCH_STRICT="1", **{name: value})
+    assert strict.returncode != 0 and says in strict.stderr.splitlines()[-1]
+    for command in (["list"], ["status"], ["selftest"]):
+        shown = server.status(*command, **{name: value})
+        assert shown.returncode == 2 and says in shown.stderr and len(shown.stderr.splitlines()) == 1
+
+
+def test_strict_makes_a_refusal_fatal_at_the_import(server: Server) -> None:
+    (server.path / "our_model.py").write_text(MODEL.replace("non_blocking=True", "non_blocking=False"))
+    done = server.run(CALL, check=False, H2D_PATCH_STRICT="1")
+    assert done.returncode != 0 and "StrictError: h2d_patch: our-model refused" in done.stderr
+
+
+def test_undo_restores_the_identical_code_and_verdicts_say_so(server: Server) -> None:
+    script = """
+    import our_model
+    code = our_model.Model.forward.__code__
+    register()
+    from h2d_patch import process
+    patched = our_model.Model.forward.__code__
+    process.current.undo()
+    print(patched is not code, our_model.Model.forward.__code__ is code, our_model.Model().forward(torch.ones(1)).item())
+    print(json.dumps(process.current.state()["targets"][-2]))
+    """
+    done = server.run(script)
+    assert done.stdout.splitlines()[0] == "True True 2.0"
+    assert target(done)["verdict"] == "off"
+
+
+FORK = """
+    register()
+    import our_model
+    from h2d_patch import process
+    our_model.Model().forward(torch.ones(3))
+    child = os.fork()
+    if child == 0:
+        our_model.Model().forward(torch.ones(3))
+        our_model.Model().forward(torch.ones(3))
+        time.sleep(3)
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(1.5)
+"""
+
+
+def test_a_forked_child_keeps_the_fixes_and_has_a_state_of_its_own(server: Server) -> None:
+    server.run(FORK)
+    states = server.states()
+    assert len({state["pid"] for state in states}) == 2
+    calls = sorted(state["targets"][-2]["calls"] for state in states)
+    assert calls == [1, 2]
+    assert {state["targets"][-2]["verdict"] for state in states} == {"active"}
+
+
+def test_a_process_forked_while_another_thread_patches_does_not_hang(server: Server) -> None:
+    script = """
+    import threading
+    register()
+    from h2d_patch import process
+    process.current.lock.acquire()
+    holder = threading.Thread(target=lambda: None)
+    def work():
+        with process.current.lock:
+            pass
+    child = os.fork()
+    if child == 0:
+        thread = threading.Thread(target=work); thread.start(); thread.join(5)
+        os._exit(1 if thread.is_alive() else 0)
+    print(os.waitpid(child, 0)[1])
+    """
+    assert server.run(script).stdout.split() == ["0"]
+
+
+def test_a_spawned_child_registers_for_itself(server: Server) -> None:
+    (server.path / "child_main.py").write_text(
+        "from h2d_patch.plugin import register\nregister()\nimport our_model, torch, time\n"
+        "def main():\n    our_model.Model().forward(torch.ones(3))\n    time.sleep(2)\n"
+    )
+    script = """
+    import multiprocessing
+    import child_main
+    child = multiprocessing.get_context("spawn").Process(target=child_main.main, name="VllmWorker-3")
+    child.start(); child.join()
+    """
+    server.run(script)
+    assert {state["role"] for state in server.states()} == {"api-server", "worker"}
+
+
+def test_status_shows_processes_marks_the_dead_and_cleans_them(server: Server) -> None:
+    server.run(CALL)
+    shown = server.status("status")
+    assert "(dead; h2d-patch status --clean removes it)" in shown.stdout and "our_model:Model.forward" in shown.stdout
+    printed = json.loads(server.status("status", "--json").stdout)
+    assert [process["alive"] for process in printed["processes"]] == [False]
+    assert {"fix", "function", "verdict", "reason", "calls", "fallbacks", "selftest_ms"} <= set(
+        printed["processes"][0]["targets"][0]
+    )
+    assert "No process has written" in server.status("status", "--clean").stdout
+    assert server.states() == []
+
+
+def test_status_refuses_a_damaged_state_file_and_names_it(server: Server) -> None:
+    (server.path / "run").mkdir(mode=0o700)
+    (server.path / "run/state-1.json").write_text('{"schema": 1, "pi')
+    shown = server.status("status")
+    assert shown.returncode == 2 and "state-1.json" in shown.stderr and "expected a state file" in shown.stderr
+    (server.path / "run/state-1.json").write_text('{"schema": 99, "pid": 1}')
+    assert "schema: found 99; expected 1" in server.status("status").stderr
+
+
+def test_a_run_directory_that_is_not_ours_costs_the_server_nothing(server: Server) -> None:
+    (server.path / "run").mkdir()
+    (server.path / "run").chmod(0o777)
+    done = server.run(CALL)
+    assert target(done)["verdict"] == "active"
+    assert "can be written by others" in done.stderr
+    shown = server.status("status")
+    assert shown.returncode == 2 and "can be written by others" in shown.stderr
+
+
+def test_status_says_that_vllm_plugins_leaves_us_out(server: Server) -> None:
+    shown = server.status("status", VLLM_PLUGINS="another_plugin")
+    assert "VLLM_PLUGINS='another_plugin' leaves h2d_patch out" in shown.stdout
+
+
+def test_a_switched_off_fix_costs_under_a_microsecond(server: Server) -> None:
+    script = """
+    import timeit
+    register()
+    import our_model
+    from h2d_patch import process
+    model, x = our_model.Model(), torch.ones(1)
+    original = type(model).forward
+    patch = process.current.patches[-2]
+    plain = {}
+    exec(open(our_model.__file__).read(), plain)
+    plain = plain["Model"]()
+    patch.site.on = False
+    def best(f): return min(timeit.repeat(lambda: f.forward(x), number=5000, repeat=15)) / 5000
+    print(best(model) - best(plain))
+    """
+    assert float(server.run(script).stdout) < 1e-6
