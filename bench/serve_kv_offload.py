@@ -1,6 +1,6 @@
 """Requests per second of a real vLLM whose KV cache is offloaded to the CPU, with kv-swap off and on in turn.
 
-    H2D_PATCH=1 python bench/serve_kv_offload.py --model DIR --json bench/results/kv_offload.json
+    python bench/serve_kv_offload.py --json bench/results/kv_offload.json
 
 One engine serves all measurements; the fix is switched between passes (A B A B). Prompts share nothing; their KV blocks
 fit the CPU cache and not the GPU cache, so that each pass loads every prompt's blocks from the CPU. The tokens of both
@@ -10,10 +10,12 @@ arms are compared. Weights are random, and wide enough that a wrong block gives 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import record
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--kv-heads", type=int, default=2, help="2, 4 or 8: blocks of 8, 16 or 32 KiB")
     parser.add_argument("--json", required=True)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -38,7 +40,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=options.model,
+        model=_model(options.kv_heads),
+        skip_tokenizer_init=True,
         load_format="dummy",
         max_model_len=options.tokens + 64,
         max_num_batched_tokens=8192,
@@ -88,6 +91,7 @@ def main() -> None:
         options.json,
         {
             "what": f"{options.prompts} prompts of {options.tokens} tokens, 2 new tokens, KV blocks loaded from the CPU",
+            "kv_block_bytes": 16 * options.kv_heads * 128 * 2,
             "requests_per_s": rates,
             "median_requests_per_s": medians,
             "paired_ratios": ratios,
@@ -99,6 +103,20 @@ def main() -> None:
         },
     )
     print(medians, "ratio", statistics.median(ratios), flush=True)
+
+
+def _model(kv_heads: int) -> str:
+    """The configuration of a text model of Qwen3's form: 28 layers, KV blocks of 16 tokens × `kv_heads` × 128 bf16."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": kv_heads, "head_dim": 128, "intermediate_size": 6144,
+        "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    directory = tempfile.mkdtemp(prefix="kv-model-")
+    (Path(directory) / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def _widen_dummy_weights(reach: float) -> None:

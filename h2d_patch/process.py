@@ -28,7 +28,7 @@ from .patching.pattern import Definition
 from .patching.recognise import Target, Verdict, recognise
 from .patching.rewrite import ModuleSource, Refused
 from .patching.switch import Site, Switch, last_line
-from .report.check import parsed
+from .report.check import Installed, parsed
 from .report.state import SCHEMA, StateWriter, start_time
 from .settings import ConfigurationError, Settings, is_strict, run_dir
 
@@ -116,7 +116,12 @@ class Process:
     # -- modules ------------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Registers for every module that has a target, and for the device start-up."""
+        """Registers for every module that has a target and is there, and for the device start-up."""
+        installed = Installed()
+        for patch in self.patches:
+            module = patch.target.module
+            if patch.verdict is Verdict.PENDING and module not in sys.modules and installed.module(module) is None:
+                self._decide(patch, Verdict.ABSENT, f"this release has no module {module}")
         for name in dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING):
             if not when_loaded(name, self.module_loaded):
                 self._retry.add(name)

@@ -58,6 +58,12 @@ class CopyFunction:
         bound.__name__ = bound.__qualname__ = self.name
         return bound
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What it stands in for, as a function of the same operands. Raises ImportError without torch."""
+        found: Callable[..., Any] = importlib.import_module(self._module).ORIGINALS[self.name]
+        return found
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The function, writing nowhere."""
         if self._unledgered is None:

@@ -13,6 +13,7 @@ from h2d_patch.copies.staging import DTYPES, NOT_TO_CUDA, Ring, ring_for
 NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
 NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
 ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=False)
+BLOCKING: Final = Declined("a copy that is meant to block", counted=False)
 OTHER_ARGUMENTS: Final = Declined("arguments of .to() other than device and dtype")
 
 _SUBCLASS: Final = Declined("a tensor subclass")
@@ -74,35 +75,34 @@ def _dense(source: torch.Tensor) -> bool:
 
 
 def _destination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """`(device, dtype)` of the arguments of a `.to()`, None for what is not given; None for other forms."""
+    """`(device, dtype)` of the arguments of a `.to()`, None for what is not given; None for a form not known here.
+
+    What `.to()` would refuse must not pass: the fast way would accept it.
+    """
     device = dtype = None
     if args:
-        first = args[0]
-        if isinstance(first, torch.dtype):
-            dtype = first
-            args = args[1:]
-        elif isinstance(first, torch.Tensor):
-            device, dtype = first.device, first.dtype
-            args = args[1:]
-        else:
-            device = first
-            if len(args) == 2:
-                dtype = args[1]
-                args = args[1:]
-            args = args[1:]
-        if args:
+        device = args[0]
+        if len(args) == 2:
+            dtype = args[1]
+        elif len(args) > 2:
             return None
+        if isinstance(device, torch.dtype):
+            return None, device
+        if isinstance(device, torch.Tensor):
+            return None if len(args) > 1 or kwargs else (device.device, device.dtype)
     for name, value in kwargs.items():
-        if name == "device" and device is None:
+        if name == "device" and not args:
             device = value
-        elif name == "dtype" and dtype is None:
+        elif name == "dtype" and len(args) < 2:
             dtype = value
         else:
             return None
     if dtype is not None and not isinstance(dtype, torch.dtype):
         return None
-    if device is not None and not isinstance(device, torch.device):
+    if type(device) in (str, int):
         device = torch.device(device)
+    elif device is not None and not isinstance(device, torch.device):
+        return None
     return device, dtype
 
 
@@ -120,20 +120,22 @@ def _ring_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ring, An
     return ring, dtype
 
 
-def to_device(source: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor | Declined:
-    """`source.to(*args, non_blocking=True, **kwargs)`: a new tensor with the same strides, dtype and device."""
+def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: Any) -> torch.Tensor | Declined:
+    """`source.to(*args, non_blocking=non_blocking, **kwargs)`: a new tensor with the same strides, dtype and device."""
+    if non_blocking is not True:
+        return BLOCKING
     if not isinstance(source, torch.Tensor) or not source.is_cpu:
         return NOT_FROM_CPU
     found = _ring_to(args, kwargs)
     if type(found) is Declined:
         return found
     ring, dtype = found
-    nbytes = source.nbytes
-    if not nbytes:
-        return NOTHING_TO_COPY
     declined = unfit(source)
     if declined is not None:
         return declined
+    nbytes = source.nbytes
+    if not nbytes:
+        return NOTHING_TO_COPY
     converts = dtype is not None and dtype != source.dtype
     if asynchronous_already(source, ring, same_order=not converts):
         return ASYNCHRONOUS_ALREADY
@@ -150,12 +152,14 @@ def to_device(source: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor | Decli
     return result.to(dtype) if converts else result
 
 
-def original_to_device(source: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return source.to(*args, non_blocking=True, **kwargs)
+def original_to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: Any) -> Any:
+    return source.to(*args, non_blocking=non_blocking, **kwargs)
 
 
-def copy_h2d(dst: Any, src: Any) -> torch.Tensor | Declined:
-    """`dst.copy_(src, non_blocking=True)`, which returns `dst`."""
+def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | Declined:
+    """`dst.copy_(src, non_blocking=non_blocking)`, which returns `dst`."""
+    if non_blocking is not True:
+        return BLOCKING
     if not isinstance(src, torch.Tensor) or not src.is_cpu:
         return NOT_FROM_CPU
     if not isinstance(dst, torch.Tensor):
@@ -163,12 +167,12 @@ def copy_h2d(dst: Any, src: Any) -> torch.Tensor | Declined:
     ring = ring_for(dst.device)
     if type(ring) is Declined:
         return ring
-    nbytes = src.nbytes
-    if not nbytes:
-        return NOTHING_TO_COPY
     declined = unfit(src)
     if declined is not None:
         return declined
+    nbytes = src.nbytes
+    if not nbytes:
+        return NOTHING_TO_COPY
     if type(dst) is not torch.Tensor:
         return _SUBCLASS
     if dst.requires_grad:
@@ -195,8 +199,8 @@ def copy_h2d(dst: Any, src: Any) -> torch.Tensor | Declined:
     return dst
 
 
-def original_copy_h2d(dst: Any, src: Any) -> Any:
-    return dst.copy_(src, non_blocking=True)
+def original_copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> Any:
+    return dst.copy_(src, non_blocking=non_blocking)
 
 
 def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> torch.Tensor | Declined:
@@ -269,11 +273,13 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def bind_nested(ledger: Ledger) -> Callable[..., Any]:
     """`nested_to_device(tensors, device)`: `.to(device=device, non_blocking=True)` of each tensor in `tensors`.
 
-    `tensors`: any nesting of lists, tuples and dicts, which come back as plain lists, tuples and dicts; other leaves are
-    not touched. The ledger counts tensors.
+    `tensors`: any nesting of lists, tuples and dicts, which come back as plain lists, tuples and dicts; other leaves
+    are not touched. The ledger counts tensors.
     """
-    leaf = bind_to_device(ledger)
+    return _nested(bind_to_device(ledger))
 
+
+def _nested(leaf: Callable[..., Any]) -> Callable[..., Any]:
     def walk(value: Any, device: Any) -> Any:
         if isinstance(value, dict):
             return {key: walk(item, device) for key, item in value.items()}
@@ -296,4 +302,10 @@ BINDERS: Final[Mapping[str, Binder]] = {
     "copy_h2d": falling_back(copy_h2d, original_copy_h2d),
     "cat_to_device": falling_back(cat_to_device, original_cat_to_device),
     "nested_to_device": bind_nested,
+}
+ORIGINALS: Final[Mapping[str, Callable[..., Any]]] = {
+    "to_device": original_to_device,
+    "copy_h2d": original_copy_h2d,
+    "cat_to_device": original_cat_to_device,
+    "nested_to_device": _nested(original_to_device),
 }

@@ -108,4 +108,9 @@ def bind_call_pinned(ledger: Ledger) -> Callable[..., Any]:
     return call_pinned
 
 
+def original_call_pinned(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
 BINDERS: Final[Mapping[str, Binder]] = {"call_pinned": bind_call_pinned}
+ORIGINALS: Final[Mapping[str, Callable[..., Any]]] = {"call_pinned": original_call_pinned}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -158,3 +158,4 @@ def original_swap_blocks(
 
 
 BINDERS: Final[Mapping[str, Binder]] = {"swap_blocks": falling_back(swap_blocks, original_swap_blocks)}
+ORIGINALS: Final[Mapping[str, Callable[..., Any]]] = {"swap_blocks": original_swap_blocks}

@@ -23,15 +23,16 @@ WARPS = 8
 CHUNK_BYTES = 8192
 
 
-def _copy_blocks(descriptors: Any, blocks: Any, WIDTH: tl.constexpr, CHUNK_WORDS: tl.constexpr) -> None:
+def _copy_blocks(descriptors, blocks, WIDTH: tl.constexpr, CHUNK_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, CHUNK_WORDS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        # Divided and multiplied, the compiler knows what the numbers are multiples of, and so how wide it may load.
-        read = tl.load(descriptors + block) // WIDTH * WIDTH
-        write = tl.load(descriptors + blocks + block) // WIDTH * WIDTH
-        words = tl.load(descriptors + 2 * blocks + block) // WIDTH * (WIDTH // 8)
-        source = read.to(tl.pointer_type(tl.int64))
-        target = write.to(tl.pointer_type(tl.int64))
+        read = tl.load(descriptors + block)
+        write = tl.load(descriptors + blocks + block)
+        nbytes = tl.load(descriptors + 2 * blocks + block)
+        # Said of the pointers and of the words: said of the addresses, Triton 3.6 forgets it and loads 8 bytes at a time.
+        source = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), WIDTH)
+        target = tl.multiple_of(write.to(tl.pointer_type(tl.int64)), WIDTH)
+        words = tl.multiple_of((nbytes // 8).to(tl.int32), WIDTH // 8)
         for start in range(0, words, CHUNK_WORDS):
             at = start + lane
             inside = at < words

@@ -85,7 +85,7 @@ def install_replacement(located: Located, put: Callable[..., Any], site: Site) -
             return put(*args, **kwargs)
         except Exception as error:
             failure = error
-        result = wrapped(*args, **kwargs)  # outside the except block: what it raises is its caller's, without ours in it
+        result = wrapped(*args, **kwargs)  # not in the except block: what it raises is its caller's alone
         site.failed(failure)
         return result
 

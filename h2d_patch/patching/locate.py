@@ -67,7 +67,8 @@ def locate(module: types.ModuleType, qualname: str) -> Located | None:
     filename = getattr(module, "__file__", None)
     for function, layers in _functions_in(found):
         code = function.__code__  # functools.wraps gives a wrapper the function's own __qualname__, not its code's
-        if _same_file(code.co_filename, filename) and getattr(code, "co_qualname", qualname) == qualname and code.co_name == name:
+        named = getattr(code, "co_qualname", qualname) == qualname and code.co_name == name
+        if named and _same_file(code.co_filename, filename):
             return Located(holder, name, found, function, layers)
     raise Refused(f"another package has replaced it: {describe(found)}")
 

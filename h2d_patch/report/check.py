@@ -29,22 +29,14 @@ class Checked:
     reason: str
 
 
-class Site:
-    """A directory with packages in it: site-packages, or where a wheel was unpacked; None for this interpreter's path.
-
-    Raises ConfigurationError when there is no vLLM.
-    """
+class Installed:
+    """The packages in a directory, such as an unpacked wheel; None: this interpreter's. Imports none of them."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
-        root = self.package("vllm")
-        if root is None:
-            place = f"in {directory}" if directory else "for this Python"
-            raise ConfigurationError(f"no vLLM {place}; expected a package vllm (an unpacked wheel with --site DIR)")
-        self.vllm = root
 
     def package(self, name: str) -> Path | None:
-        """The directory of a top-level package, found without importing it."""
+        """The directory of a top-level package, or None."""
         if self._directory is not None:
             path = self._directory / name
             return path if (path / "__init__.py").is_file() else None
@@ -53,19 +45,31 @@ class Site:
         except (ImportError, ValueError):
             return None
         places = list(spec.submodule_search_locations or []) if spec is not None else []
-        return Path(places[0]) if places else None
+        if places:
+            return Path(places[0])
+        return Path(spec.origin) if spec is not None and spec.origin else None
 
     def module(self, name: str) -> Path | None:
         """The source file of a module, or None."""
         top, *rest = name.split(".")
-        root = self.package(top)
-        if root is None:
+        path = self.package(top)
+        if path is None:
             return None
-        path = root.joinpath(*rest)
-        for candidate in (path / "__init__.py", path.with_name(path.name + ".py") if rest else path / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-        return None
+        path = path.joinpath(*rest)
+        candidates = (path, path / "__init__.py", path.with_name(path.name + ".py"))
+        return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+class Site(Installed):
+    """Where vLLM is. Raises ConfigurationError when it is not there."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__(directory)
+        root = self.package("vllm")
+        if root is None:
+            place = f"in {directory}" if directory else "for this Python"
+            raise ConfigurationError(f"no vLLM {place}; expected a package vllm (an unpacked wheel with --site DIR)")
+        self.vllm = root
 
     def release(self) -> str | None:
         """The version of vLLM, from the file that its build writes or from whatever distribution provides the package.

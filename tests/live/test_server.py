@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from live_server import Server, ServerDied
-
-from .conftest import QUESTIONS, Answers, Live, answers
+from harness import QUESTIONS, Answers, Live, Server, ServerDied, answers
 
 pytestmark = pytest.mark.live
 
@@ -50,8 +48,8 @@ def ran(process: dict[str, Any]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def patched(live: Live) -> Iterator[Server]:
-    """A server with all fixes, its processes spawned."""
-    with live.server("patched", ALL, fork=False) as server:
+    """A server with all fixes, its processes spawned, and no cache that would spare it the inspector."""
+    with live.server("patched", {**ALL, "VLLM_CACHE_ROOT": str(live.folder / "new-cache")}, fork=False) as server:
         yield server
 
 
@@ -80,12 +78,18 @@ def test_the_worker_ran_each_fix_that_an_image_goes_through(patched: Server) -> 
 
 def test_every_process_of_the_server_is_shown(patched: Server) -> None:
     shown = status(patched)["processes"]
-    assert {"api-server", "engine-core", "worker"} <= {p["role"] for p in shown if p["alive"]}
-    assert patched.process.pid in {p["pid"] for p in shown if p["role"] == "api-server"}
+    assert sorted(p["role"] for p in shown if p["alive"]) == ["api-server", "engine-core", "worker"]
+    assert [p["pid"] for p in shown if p["role"] == "api-server"] == [patched.process.pid]
     assert all(t["verdict"] not in ("refused", "failed") for p in shown for t in p["targets"])
     done = patched.h2d_patch("status")
     assert done.returncode == 0
     assert "mrope-positions" in done.stdout
+
+
+def test_the_inspector_that_has_ended_is_shown_until_cleaned(patched: Server) -> None:
+    assert [p["role"] for p in status(patched)["processes"] if not p["alive"]] == ["inspector"]
+    assert patched.h2d_patch("status", "--clean").returncode == 0
+    assert all(p["alive"] for p in status(patched)["processes"])
 
 
 @pytest.mark.parametrize("fix", RAN)
@@ -142,7 +146,13 @@ def test_vllm_plugins_naming_others_leaves_us_out_and_status_says_so(live: Live,
     with live.server("left-out", {**ALL, "VLLM_PLUGINS": "h2d_probe"}) as server:
         assert answers(server) == reference
         assert status(server)["processes"] == []
-        assert "VLLM_PLUGINS='h2d_probe' leaves h2d_patch out" in server.h2d_patch("status").stdout
+        for command in ("status", "check"):
+            assert "VLLM_PLUGINS='h2d_probe' leaves h2d_patch out" in server.h2d_patch(command).stdout
+        # Also to an operator whose own shell has other settings than the server.
+        assert (
+            "VLLM_PLUGINS='h2d_probe' leaves h2d_patch out"
+            in server.h2d_patch("status", VLLM_PLUGINS="h2d_patch").stdout
+        )
 
 
 def test_a_wrong_setting_leaves_the_server_running_without_us(live: Live, reference: Answers) -> None:

@@ -51,7 +51,7 @@ def obey(orders: Path) -> None:
 
 
 def disturbed(name, attempt, original, orders: Path):
-    """`attempt`, doing what the file says. Where it declines, as all do on the CPU, `original` runs and is corrupted."""
+    """`attempt`, doing what the file says. Where it declines, as on the CPU, the result of `original` is corrupted."""
     from h2d_patch.copies import Declined
 
     raised = []

@@ -1,0 +1,95 @@
+"""A started device, queued work, and a ledger that remembers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+RING_BYTES = 64 << 20
+
+
+def pytest_collection_modifyitems(items):
+    here = __file__.rpartition("/")[0]
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+class MemoryLedger:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fallbacks = 0
+        self.reasons: list[str] = []
+        self.errors: list[BaseException] = []
+
+    def declined(self, reason: str) -> None:
+        self.fallbacks += 1
+        self.reasons.append(reason)
+
+    def failed(self, error: BaseException) -> None:
+        self.fallbacks += 1
+        self.errors.append(error)
+
+
+@pytest.fixture
+def ledger() -> MemoryLedger:
+    return MemoryLedger()
+
+
+@pytest.fixture(scope="session")
+def started():
+    from h2d_patch import copies
+
+    report = copies.start("cuda:0", RING_BYTES)
+    yield report
+    copies.stop()
+
+
+@pytest.fixture
+def ring(started):
+    from h2d_patch.copies.staging import process
+
+    torch.cuda.synchronize()
+    return process.rings[0]
+
+
+@pytest.fixture
+def small_ring(ring, monkeypatch):
+    """A ring of 1 MiB in the place of the device's own."""
+    from h2d_patch.copies.cuda import CudaEvents, Runtime
+    from h2d_patch.copies.staging import Ring, process
+
+    memory = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    small = Ring(memory, CudaEvents(0, Runtime()), torch.device("cuda", 0))
+    monkeypatch.setitem(process.rings, 0, small)
+    yield small
+    torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="session")
+def cycles_per_ms():
+    """What `torch.cuda._sleep` needs for a millisecond."""
+    torch.cuda._sleep(1_000_000)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch.cuda._sleep(100_000_000)
+    torch.cuda.synchronize()
+    return 100_000_000 / ((time.perf_counter() - began) * 1e3)
+
+
+@pytest.fixture
+def queue_ms(cycles_per_ms):
+    """Queue that much work on the current stream; returns an event behind it."""
+
+    def queue(ms: float):
+        torch.cuda._sleep(int(ms * cycles_per_ms))
+        behind = torch.cuda.Event()
+        behind.record()
+        return behind
+
+    return queue

@@ -1,0 +1,60 @@
+"""What the live tests ask of a server, and where each of their servers keeps what it writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from live_server import Server, ServerDied, image, serving, text  # noqa: E402  (needs the path above)
+
+__all__ = ["QUESTIONS", "TOOLS", "Answers", "Live", "Server", "ServerDied", "answers"]
+
+# The tokens of each depend on the pixels and on every position (tools/tiny_model.py).
+QUESTIONS = {
+    "image": (image(96, 64), text("describe")),
+    "two images": (image(64, 96, shade=77), image(128, 96), text("describe the picture in detail")),
+    "text": (text("describe the quick brown fox in detail please"),),
+}
+Answers = dict[str, list[int]]
+
+
+def answers(server: Server) -> Answers:
+    """The tokens of the greedy answer to each question."""
+    return {name: server.ask(*parts) for name, parts in QUESTIONS.items()}
+
+
+@dataclass(frozen=True)
+class Live:
+    """vLLM for the CPU, the tiny model, and a folder for what its servers write."""
+
+    python: Path
+    model: Path
+    folder: Path
+
+    @contextmanager
+    def server(
+        self, name: str, environ: Mapping[str, str], arguments: Sequence[str] = (), *, fork: bool = True
+    ) -> Iterator[Server]:
+        """A server with a run directory of its own. Forked processes start in half the time of spawned ones."""
+        own = {
+            "H2D_PATCH_RUN_DIR": str(self.run_dir(name)),
+            "H2D_PROBE_FILE": str(self.orders(name)),
+            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
+        }
+        if fork:
+            own["H2D_PROBE_START_METHOD"] = "fork"
+        with serving(self.python, self.model, self.folder / f"{name}.log", {**own, **environ}, arguments) as server:
+            yield server
+
+    def run_dir(self, name: str) -> Path:
+        return self.folder / f"{name}-run"
+
+    def orders(self, name: str) -> Path:
+        """What the probe plugin in server `name` is told to break (probe_plugin/h2d_probe.py)."""
+        return self.folder / f"{name}-orders"
