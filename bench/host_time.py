@@ -1,4 +1,4 @@
-"""Host time of the copies that the fixes exchange, the original and the fixed form in turn, with GPU work queued or not.
+"""Host time of the copies that the fixes exchange, the original and the fixed form in turn, GPU work queued or not.
 
     python bench/host_time.py --json bench/results/host_time.json
 

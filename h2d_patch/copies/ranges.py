@@ -31,15 +31,21 @@ class Ranges:
         if not self.pairs:
             return np.zeros(len(starts), dtype=bool)
         at = np.searchsorted(self._starts, starts, side="right") - 1
-        ends = self._ends[at]
-        return (at >= 0) & (starts < ends) & (starts + lengths <= ends)  # the second, as the sum may overflow
+        # Subtracted, as the sum of an absurd address and a length would overflow.
+        return (at >= 0) & (self._ends[at] - starts >= np.maximum(lengths, 1))
 
     def hold_all(self, starts: Any, lengths: Any) -> bool:
-        """`hold(starts, lengths).all()`, of arrays that are not empty."""
+        """`hold(starts, lengths).all()` of arrays not empty, lengths positive; asked at every swap."""
+        if not self.pairs or starts.min() < self._starts[0]:
+            return False
         if len(self.pairs) == 1:
-            start, end = self.pairs[0]
-            return bool(starts.min() >= start and starts.max() < end and (starts + lengths).max() <= end)
-        return bool(self.hold(starts, lengths).all())
+            return bool((self._ends[0] - starts >= lengths).all())
+        at = np.searchsorted(self._starts, starts, side="right") - 1
+        return bool((self._ends[at] - starts >= lengths).all())
+
+    def span_all(self, starts: Any, lengths: Any) -> bool:
+        """Whether all lies between the first range and the last; cheaper, and blind to what lies between ranges."""
+        return bool(self.pairs) and bool(starts.min() >= self._starts[0] and (self._ends[-1] - starts >= lengths).all())
 
 
 class Swappable:

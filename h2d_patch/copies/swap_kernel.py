@@ -29,7 +29,7 @@ def _copy_blocks(descriptors, blocks, WIDTH: tl.constexpr, CHUNK_WORDS: tl.const
         read = tl.load(descriptors + block)
         write = tl.load(descriptors + blocks + block)
         nbytes = tl.load(descriptors + 2 * blocks + block)
-        # Said of the pointers and of the words: said of the addresses, Triton 3.6 forgets it and loads 8 bytes at a time.
+        # Said of the pointers: said of the addresses, Triton 3.6 forgets it, and moves 8 bytes at a time.
         source = tl.multiple_of(read.to(tl.pointer_type(tl.int64)), WIDTH)
         target = tl.multiple_of(write.to(tl.pointer_type(tl.int64)), WIDTH)
         words = tl.multiple_of((nbytes // 8).to(tl.int32), WIDTH // 8)
@@ -41,6 +41,11 @@ def _copy_blocks(descriptors, blocks, WIDTH: tl.constexpr, CHUNK_WORDS: tl.const
 
 # Nothing about a call's numbers is compiled in: one kernel for each width, whatever the number of blocks.
 copy_blocks = triton.jit(_copy_blocks, do_not_specialize=["descriptors", "blocks"])
+
+
+def interpreted() -> bool:
+    """Whether the kernel runs on the CPU, in Triton's interpreter."""
+    return type(copy_blocks).__name__ == "InterpretedFunction"
 
 
 def launch(descriptors: Any, width: int) -> None:

@@ -191,9 +191,7 @@ def definitions(tree: ast.AST) -> Iterator[tuple[str, Definition, list[ast.AST]]
     Definitions under `if`, `try` or `with` count, so one name may come more than once.
     """
 
-    def walk(
-        node: ast.AST, scope: str, chain: list[ast.AST]
-    ) -> Iterator[tuple[str, Definition, list[ast.AST]]]:
+    def walk(node: ast.AST, scope: str, chain: list[ast.AST]) -> Iterator[tuple[str, Definition, list[ast.AST]]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, FUNCTION):
                 yield scope + child.name, child, chain
@@ -280,9 +278,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
     yield from walk(statement)
 
 
-def _match(
-    pattern: object, node: object, bound: dict[str, Bound], skipped: Collection[str] = frozenset()
-) -> bool:
+def _match(pattern: object, node: object, bound: dict[str, Bound], skipped: Collection[str] = frozenset()) -> bool:
     """Whether `pattern` matches `node`; fills `bound`. Fields named in `skipped` are not looked at in the outermost."""
     if isinstance(pattern, list):
         return (

@@ -113,5 +113,3 @@ def parsed(release: str | None) -> Version | None:
         return Version(release) if release else None
     except InvalidVersion:
         return None
-
-

@@ -52,8 +52,10 @@ def why_nothing(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[
     reasons = [f"In this environment, {reason}." for reason in _left_out(environ, expects=False)]
     for directory in proc.glob("[0-9]*"):
         try:
-            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            if "vllm" not in command or "h2d-patch" in command or int(directory.name) == os.getpid():
+            arguments = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            command = " ".join(arguments).strip()
+            ours = "h2d-patch" in (os.path.basename(argument) for argument in arguments[:2])
+            if "vllm" not in command or ours or int(directory.name) == os.getpid():
                 continue
             pairs = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:

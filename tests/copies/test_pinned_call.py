@@ -102,13 +102,20 @@ def test_a_failure_behind_the_call_keeps_its_result_and_closes_the_ring(ledger, 
     assert "out of use" in ledger.reasons[0]
 
 
-def test_nothing_to_stage_is_not_counted(ledger):
+def test_nothing_to_stage_is_not_counted(ledger, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     bound = copies.call_pinned.bind(ledger)
     assert bound(lambda x: x, 1) == 1
     assert bound(torch.numel, torch.ones(3)) == 3  # no GPU in use
     with forced_staging(1 << 12):
         assert bound(lambda x, seq_lens: 2, 1, seq_lens=torch.ones(3)) == 2
     assert (ledger.calls, ledger.fallbacks) == (3, 0)
+
+
+def test_seq_lens_is_not_even_staged(ledger, make_ring, held, force):
+    force(make_ring(1024))
+    copies.call_pinned.bind(ledger)(lambda seq_lens: None, seq_lens=torch.ones(3))
+    assert not held.recorded and not held._made
 
 
 def test_under_graph_capture_the_function_gets_its_own_arguments(ledger, make_ring, held, force):

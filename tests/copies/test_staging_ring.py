@@ -176,7 +176,7 @@ def test_a_device_that_was_not_started_is_a_counted_decline_that_says_so():
     assert type(refusal) is Declined and refusal.counted and "cuda:3" in refusal.reason
 
 
-def test_a_forked_child_has_no_ring_and_leaves_the_parents_events_alone(make_ring, monkeypatch):
+def test_a_forked_child_has_no_ring_and_leaves_the_parents_events_alone(make_ring):
     class Untouchable:
         def __getattr__(self, name):
             os._exit(3)
@@ -191,7 +191,8 @@ def test_a_forked_child_has_no_ring_and_leaves_the_parents_events_alone(make_rin
         pass
     piece.event = Untouchable()
     ring.reserve(1).event = Untouchable()
-    monkeypatch.setitem(staging.process.rings, 0, ring)
+    ours, staging.process = staging.process, staging._Process()
+    staging.process.rings[0] = ring
     del ring, piece
     child = os.fork()
     if child == 0:
@@ -206,4 +207,4 @@ def test_a_forked_child_has_no_ring_and_leaves_the_parents_events_alone(make_rin
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert 0 in staging.process.rings
-    monkeypatch.undo()
+    staging.process = ours

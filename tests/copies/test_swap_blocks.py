@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# Read when triton is first imported, which nothing else in these tests does.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import random
 
 import pytest
@@ -15,7 +10,17 @@ import torch
 pytest.importorskip("triton")
 
 from h2d_patch import copies
-from h2d_patch.copies import forced_staging, swap
+from h2d_patch.copies import forced_staging, swap, swap_kernel
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """As under TRITON_INTERPRET=1, for these tests only: that variable is for the whole process."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    monkeypatch.setattr(swap_kernel, "copy_blocks", InterpretedFunction(swap_kernel._copy_blocks))
 
 
 def swap_case(rows=64, row_bytes=4096, seed=0, step=16, largest=512, count=20, views=2):
@@ -64,6 +69,18 @@ def test_the_kernel_copies_every_block_whole_and_nothing_else(ledger, step, seed
         assert ring.in_use() == 0
     assert torch.equal(target, expected)
     assert (ledger.calls, ledger.fallbacks) == (1, 0)
+
+
+@pytest.mark.parametrize("column", ["src", "dst", "sizes", None])
+def test_one_number_that_is_no_multiple_of_16_takes_the_path_of_8(ledger, monkeypatch, column):
+    widths = []
+    monkeypatch.setattr(swap_kernel, "launch", lambda descriptors, width: widths.append(width))
+    *_, source_views, _, target_views, src, dst, sizes = swap_case()
+    if column:
+        {"src": src, "dst": dst, "sizes": sizes}[column][7] -= 8
+    with forced_staging(1 << 16):
+        copies.swap_blocks.bind(ledger)(unused, src, dst, sizes, False, source_views, target_views)
+    assert widths == [8 if column else 16]
 
 
 def test_blocks_larger_than_a_chunk_are_copied_chunk_by_chunk(ledger):
@@ -161,10 +178,10 @@ def test_without_room_for_descriptors_the_original_runs(ledger):
 
 def test_without_a_kernel_the_original_runs_and_the_reason_is_given(ledger, monkeypatch):
     *_, source_views, _, target_views, src, dst, sizes = swap_case(count=20)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(swap_kernel, "interpreted", lambda: False)
     with forced_staging(1 << 16):
         copies.swap_blocks.bind(ledger)(lambda *a: None, src, dst, sizes, False, source_views, target_views)
-    assert ledger.reasons == ["no swap kernel: no kernel runs on the CPU"]
+    assert ledger.reasons == ["no swap kernel: compiled kernels do not run on the CPU"]
 
 
 def test_the_descriptors_may_be_overwritten_at_once(ledger):

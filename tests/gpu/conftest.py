@@ -60,11 +60,11 @@ def ring(started):
 
 @pytest.fixture
 def small_ring(ring, monkeypatch):
-    """A ring of 1 MiB in the place of the device's own."""
+    """A ring of 64 KiB in the place of the device's own."""
     from h2d_patch.copies.cuda import CudaEvents, Runtime
     from h2d_patch.copies.staging import Ring, process
 
-    memory = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
     small = Ring(memory, CudaEvents(0, Runtime()), torch.device("cuda", 0))
     monkeypatch.setitem(process.rings, 0, small)
     yield small

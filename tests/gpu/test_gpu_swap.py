@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import random
 import time
@@ -79,13 +78,13 @@ def batch(source_views, target_views, count, largest, step, seed=0):
     """A random batch of blocks that do not overlap where they are written."""
     rnd = random.Random(seed)
     slots = [(v, r, o) for v in range(VIEWS) for r in range(ROWS) for o in range(0, ROW - largest + 1, largest)]
-    rows = []
+    rows, shift = [], step % 16  # with sizes that are multiples of 8 only, such addresses too
     for (v, r, o), (w, q, p) in zip(rnd.sample(slots, count), rnd.sample(slots, count), strict=True):
         rows.append(
             (
-                source_views[w].data_ptr() + q * source_views[w].stride(0) + p,
-                target_views[v].data_ptr() + r * target_views[v].stride(0) + o,
-                rnd.randrange(step, largest + 1, step),
+                source_views[w].data_ptr() + q * source_views[w].stride(0) + p + shift,
+                target_views[v].data_ptr() + r * target_views[v].stride(0) + o + shift,
+                rnd.randrange(step, largest + 1 - shift, step),
             )
         )
     return tuple(torch.tensor(column, dtype=torch.int64) for column in zip(*rows, strict=True))
@@ -207,10 +206,6 @@ def test_the_driver_says_how_far_pinned_memory_reaches(ring):
         assert pinned_range(base + 4 * MIB) == (base + 4 * MIB, base + 8 * MIB)
         assert pinned_range(base + 8 * MIB) == "host memory is not pinned"
     assert pinned_range(torch.zeros(4, device="cuda").data_ptr()) == "host memory is not pinned"
-    code = (
-        ctypes.c_int(torch.cuda.cudart().cudaGetLastError()) if hasattr(torch.cuda.cudart(), "cudaGetLastError") else 0
-    )
-    assert not code or code.value == 0
 
 
 def test_no_number_of_blocks_compiles_a_kernel_anew(gpu, ledger):
@@ -263,7 +258,7 @@ def test_bandwidth_and_host_time_are_shown(gpu, ledger, capsys):
                 torch.cuda.synchronize()
                 gpu_times.append(begin.elapsed_time(end))
             rate = size * count / sorted(gpu_times)[10] / 1e6
-            lines.append(f"{name} {size >> 10} KiB × {count}: {rate:.1f} GB/s, host {sorted(host_times)[10]:.0f} µs")
+            lines.append(f"{name} {size >> 10} KiB x {count}: {rate:.1f} GB/s, host {sorted(host_times)[10]:.0f} µs")
     with capsys.disabled():
         print("\nswap_blocks:", *lines, sep="\n  ")
     assert ledger.fallbacks == 0

@@ -27,5 +27,5 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
 @pytest.fixture(scope="session")
 def reference(live: Live) -> Answers:
     """The answers of a server without the fixes, which is what an operator has with H2D_PATCH unset."""
-    with live.server("reference", {}, fork=False) as server:
+    with live.server("reference", {}) as server:
         return answers(server)

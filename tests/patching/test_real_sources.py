@@ -12,7 +12,7 @@ import pytest
 from h2d_patch.patching.rewrite import ModuleSource, Refused
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-from fetch_release import fetch  # noqa: E402
+from fetch_release import fetch
 
 pytestmark = pytest.mark.releases
 

@@ -7,6 +7,7 @@ import inspect
 import traceback
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from h2d_patch.patching.switch import Site
 EXPORTS = {"swap"}
 
 
-def rewrite(find: str = "copy(X)", put: str = "swap(X)", times: tuple[int, ...] = (1,), inside: str | None = None) -> Rewrite:
+def rewrite(
+    find: str = "copy(X)", put: str = "swap(X)", times: tuple[int, ...] = (1,), inside: str | None = None
+) -> Rewrite:
     pattern = Pattern.parse(find)
     return Rewrite(pattern, parse_put(put, pattern, EXPORTS), times, inside=inside)
 
@@ -114,10 +117,13 @@ def test_every_shape_of_function_is_rewritten_switched_and_restored(make_module,
 
 
 def test_a_closure_keeps_its_cells(make_module) -> None:  # type: ignore[no-untyped-def]
-    module = make_module(PRELUDE + "def make(n):\n    def f(x):\n        return copy(x + n)\n    return f\none, ten = make(1), make(10)\n")
+    module = make_module(
+        PRELUDE
+        + "def make(n):\n    def f(x):\n        return copy(x + n)\n    return f\none, ten = make(1), make(10)\n"
+    )
     site = Site()
     site.bind("swap", lambda x: ("new", x))
-    source = ModuleSource(open(module.__file__, "rb").read(), module.__file__)
+    source = ModuleSource(Path(module.__file__).read_bytes(), module.__file__)
     definition = source.definition_of("make.<locals>.f", module.ten.__code__)
     undo = build_rewrite(module.ten, source, definition, [rewrite()], site)()
     site.on = True
@@ -163,7 +169,9 @@ def test_statements_are_exchanged_as_a_block(make_module) -> None:  # type: igno
 
 
 def test_arguments_that_no_wildcard_names_are_passed_on(make_module) -> None:  # type: ignore[no-untyped-def]
-    module = make_module("class W:\n    def plan(self, *a, **k):\n        return 'old', a, k\ndef f(w, *a):\n    return w.plan(1, *a, x=2, **{'y': 3})\n")
+    module = make_module(
+        "class W:\n    def plan(self, *a, **k):\n        return 'old', a, k\ndef f(w, *a):\n    return w.plan(1, *a, x=2, **{'y': 3})\n"
+    )
     plan = rewrite("W.plan(*ARGS, **KW)", "swap(W.plan, *ARGS, **KW)")
     put_in(module, "f", plan, swap=lambda plan, *a, **k: ("new", *plan(*a, **k)[1:]))
     assert module.f(module.W(), 5) == ("new", (1, 5), {"x": 2, "y": 3})
@@ -173,7 +181,7 @@ def test_two_fixes_in_one_function_are_switched_and_undone_apart(make_module) ->
     module = make_module(PRELUDE + "def move(x):\n    return ('old', x)\ndef f(x):\n    return copy(x), move(x)\n")
     code = module.f.__code__
     first, undo_first = put_in(module, "f", rewrite())
-    second, undo_second = put_in(module, "f", rewrite("move(X)"))
+    _, undo_second = put_in(module, "f", rewrite("move(X)"))
     assert module.f(1) == (("new", 1), ("new", 1))
     first.on = False
     assert module.f(1) == (("old", 1), ("new", 1))
@@ -214,7 +222,9 @@ def test_a_source_that_is_not_what_runs_is_refused(make_module, tmp_path) -> Non
 def test_a_pyc_without_columns_is_no_other_source(make_module, tmp_path) -> None:  # type: ignore[no-untyped-def]
     module = make_module(PRELUDE + "def f(x):\n    return copy(\n        x)\n")
     source = ModuleSource((tmp_path / "release_module.py").read_bytes(), module.__file__)
-    moved = ModuleSource((tmp_path / "release_module.py").read_bytes().replace(b"        x)", b"    x)"), module.__file__)
+    moved = ModuleSource(
+        (tmp_path / "release_module.py").read_bytes().replace(b"        x)", b"    x)"), module.__file__
+    )
     assert source.definition_of("f", module.f.__code__).name == moved.definition_of("f", module.f.__code__).name
 
 
