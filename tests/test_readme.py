@@ -1,0 +1,52 @@
+"""The README says what the result files and the program say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from h2d_patch.cli import _parser
+from h2d_patch.manifest import load
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "bench/results" / name).read_text())
+    return found
+
+
+def figures(line_with: str) -> tuple[str, str]:
+    (line,) = [line for line in README.splitlines() if line_with in line and line.startswith("|")]
+    before, after = line.split("|")[2:4]
+    numbers = [re.search(r"[\d.]+", cell) for cell in (before, after)]
+    assert numbers[0] and numbers[1]
+    return numbers[0].group(), numbers[1].group()
+
+
+def test_the_figures_are_those_of_the_result_files() -> None:
+    offload = result("kv_offload.json")["median_requests_per_s"]
+    assert figures("(`kv-swap`") == (f"{offload['off']:.0f}", f"{offload['on']:.0f}")
+    rows = {row["case"]: row for row in result("host_time.json")["rows"]}
+    for line, case in (("4 MiB tensor", "pageable 4096 KiB"), ("64 position", "cat of 64 parts, 4096 KiB")):
+        medians = [rows[case][f"{arm}, 20 ms queued"]["median_us"] / 1000 for arm in ("original", "fixed")]
+        assert figures(line) == (f"{medians[0]:.1f}", f"{medians[1]:.1f}")
+
+
+def test_every_result_says_its_commit_machine_versions_and_repetitions() -> None:
+    for path in (ROOT / "bench/results").glob("*.json"):
+        content = json.loads(path.read_text())
+        assert {"commit", "machine", "versions", "time", "command"} <= set(content), path.name
+        assert re.search(r"\[\s*[\d.]+,\s*[\d.]+", path.read_text()), f"{path.name} has no single repetitions"
+
+
+def test_every_command_and_variable_is_described() -> None:
+    for action in _parser()._actions:
+        for command in getattr(action, "choices", None) or ():
+            assert f"`h2d-patch {command}" in README or f"h2d-patch {command}" in README, command
+    for name in ("H2D_PATCH_PINNED_MB", "H2D_PATCH_RUN_DIR", "H2D_PATCH_MANIFEST", "H2D_PATCH_STRICT", "VLLM_PLUGINS"):
+        assert f"`{name}`" in README
+    assert all(fix in README + (ROOT / "CHANGELOG.md").read_text() for fix in load().fixes)
