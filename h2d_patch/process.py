@@ -88,7 +88,7 @@ class Process:
         self._worker: Any = None
         self._kept_off: dict[str, str] = {}  # fix id → why it stays off in this process
         self._gpu_failures: dict[Target, str] = {}
-        self._retry: set[str] = set()
+        self._retry: list[tuple[str, Callable[[types.ModuleType], None]]] = []  # half imported when we asked
         self.renew()
         self.writer = StateWriter(settings.run_dir, self.state)
 
@@ -123,18 +123,20 @@ class Process:
             if patch.verdict is Verdict.PENDING and module not in sys.modules and installed.module(module) is None:
                 self._decide(patch, Verdict.ABSENT, f"this release has no module {module}")
         for name in dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING):
-            if not when_loaded(name, self.module_loaded):
-                self._retry.add(name)
-        when_loaded(STARTUP_MODULE, self._hook_startup)
+            self._when_loaded(name, self.module_loaded)
+        self._when_loaded(STARTUP_MODULE, self._hook_startup)
+
+    def _when_loaded(self, name: str, callback: Callable[[types.ModuleType], None]) -> None:
+        if not when_loaded(name, callback):
+            self._retry.append((name, callback))
 
     def module_loaded(self, module: types.ModuleType) -> None:
         """The post-import hook of a module with targets."""
         with _nothing_escapes(f"patching {module.__name__}"), self.lock, _gc_paused():
             self._patch_module(module)
-            for name in sorted(self._retry):  # half imported when we first saw it
-                self._retry.discard(name)
-                if not when_loaded(name, self._patch_module):
-                    self._retry.add(name)
+            again, self._retry = self._retry, []
+            for name, callback in again:
+                self._when_loaded(name, callback)
 
     def _patch_module(self, module: types.ModuleType) -> None:
         source: ModuleSource | None = None
