@@ -5,6 +5,7 @@ The right side may use numbers, strings, lists, tuples, dictionaries, names give
     size(low, high)                          a random whole number, both ends included
     tensor(*shape, dtype=, pinned=)          random values in CPU memory: what is copied
     buffer(*shape, dtype=)                   zeros on the device: what is copied into
+    on_device(tensor(...))                   the same values on the device, not overwritten
     device                                   the device under test
     nested()                                 lists, tuples and dictionaries of tensors of every kind, and other leaves
     consume                                  a function that copies the tensors it is called with to the device
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-VOCABULARY = ("size", "tensor", "buffer", "device", "nested", "consume", "blocks")
+VOCABULARY = ("size", "tensor", "buffer", "on_device", "device", "nested", "consume", "blocks")
 _NODES = (
     ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp,
     ast.unaryop, ast.BinOp, ast.operator, ast.expr_context,
@@ -104,6 +105,10 @@ class StandIns:
         zeros = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.device)
         self.destinations.append(zeros)
         return zeros
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sources = [source for source in self.sources if source is not tensor]
+        return tensor.to(self.device)
 
     def nested(self) -> dict[str, Any]:
         wide = self.tensor(12, 2 * self.size(2, 40))

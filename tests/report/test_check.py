@@ -14,6 +14,8 @@ import pytest
 
 from h2d_patch.cli import main
 from h2d_patch.manifest import load
+from h2d_patch.patching.rewrite import ModuleSource
+from h2d_patch.process import STARTUP_CLASS, STARTUP_METHOD, STARTUP_MODULE
 from h2d_patch.report.check import Site, check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,7 @@ EXPECTED = {
     "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata": [N, A, A, A, A, U, U],
     "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.rotary_pos_emb_thw": [N, A, A, A, A, U, U],
     "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw": [N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw (index)": [A, N, N, N, N, N, N],
     "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_image_embeds_evs": [N, A, A, A, A, U, U],
     "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_video_embeds_evs": [N, A, A, A, A, U, U],
     "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._postprocess_image_embeds_evs": [N, A, A, A, A, U, U],
@@ -66,6 +69,14 @@ def test_each_target_has_the_verdict_that_the_release_s_source_implies(release: 
     column = RELEASES.index(release)
     assert [row.verdict.value for row in found] == [verdicts[column] for verdicts in EXPECTED.values()]
     assert all(row.reason for row in found if row.verdict.value in (U, N))
+
+
+def test_the_device_start_up_is_hooked_at_a_method_that_every_release_has() -> None:
+    module = STARTUP_MODULE.replace(".", "/") + ".py"
+    for release in RELEASES:
+        path = fetch(release) / module
+        source = ModuleSource(path.read_bytes(), str(path))
+        assert len(source.named(f"{STARTUP_CLASS}.{STARTUP_METHOD}")) == 1, release
 
 
 COPY = """            self.mrope_positions.gpu[:, :total_num_scheduled_tokens].copy_(

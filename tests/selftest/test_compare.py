@@ -16,8 +16,8 @@ from h2d_patch.selftest.compare import SelfTestFailed, run  # noqa: E402
 from h2d_patch.selftest.stand_ins import GivenError, StandIns, parse  # noqa: E402
 
 CPU = torch.device("cpu")
-TARGETS = {f"{fix.id} {target.function}": target for fix, target in load().targets()}
-TO_DEVICE = next(target for name, target in TARGETS.items() if "get_rope_by_thw" in name)
+TARGETS = {f"{number} {fix.id} {target.function}": target for number, (fix, target) in enumerate(load().targets())}
+TO_DEVICE = next(target for name, target in TARGETS.items() if "rotary_pos_emb_thw" in name)
 MROPE = next(target for name, target in TARGETS.items() if "_prepare_inputs" in name)
 NESTED = next(target for name, target in TARGETS.items() if "_nested_tensors_h2d" in name)
 
