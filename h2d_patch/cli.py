@@ -101,7 +101,7 @@ def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest)
     if options.json:
         _print_json(status.as_json(states, notes))
     else:
-        print(status.as_text(states, settings.run_dir, notes))
+        print(status.as_text(states, settings.run_dir, notes, options.all))
     live = [state.content for state in states if state.alive]
     bad = any(target["verdict"] in BAD for content in live for target in content.get("targets", []))
     return 1 if bad or any("error" in content for content in live) else 0
@@ -170,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("check", _check, "which fixes would apply to this vLLM; reads its sources, imports nothing")
     added.add_argument("--site", type=Path, metavar="DIR", help="a directory with vllm/ in it: an unpacked wheel")
     added = command("status", _status, "what is in, in every live process, and how often it ran")
+    added.add_argument("--all", action="store_true", help="also targets whose modules a process has not loaded")
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
     added = command("selftest", _selftest, "run every fix and its original on the same random inputs, and compare")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to (default: cpu)")

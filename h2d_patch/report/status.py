@@ -18,9 +18,9 @@ def as_json(states: Iterable[ProcessState], why_nothing: Sequence[str]) -> dict[
     return {"processes": [{**state.content, "alive": state.alive} for state in states], "notes": list(why_nothing)}
 
 
-def as_text(states: Sequence[ProcessState], directory: Path, why_nothing: Sequence[str]) -> str:
-    """One table for each process."""
-    parts = [_process(state) for state in states]
+def as_text(states: Sequence[ProcessState], directory: Path, why_nothing: Sequence[str], everything: bool) -> str:
+    """One table for each process; targets whose modules it has not loaded only where `everything` is asked for."""
+    parts = [_process(state, everything) for state in states]
     if not states:
         parts.append(f"No process has written its state to {directory}.")
     return "\n\n".join([*parts, *why_nothing])
@@ -74,7 +74,7 @@ def _left_out(environ: Mapping[str, str], expects: bool) -> list[str]:
     return []
 
 
-def _process(state: ProcessState) -> str:
+def _process(state: ProcessState, everything: bool) -> str:
     content = state.content
     role = ROLES.get(content.get("role", ""), str(content.get("role")))
     rank = f" {content['rank']}" if content.get("rank") is not None else ""
@@ -93,8 +93,13 @@ def _process(state: ProcessState) -> str:
             target["reason"],
         ]
         for target in content.get("targets", [])
+        if everything or target["verdict"] != "pending"
     ]
     notes = [f"  {note}" for note in content.get("device", {}).get("notes", [])]
+    if hidden := len(content.get("targets", [])) - len(rows):
+        notes.append(f"  and {hidden} pending, whose modules this process has not loaded (--all shows them)")
+    if not rows:
+        return "\n".join([title, *notes])
     header = ["fix", "function", "verdict", "calls", "fallbacks", "self-test ms", "reason"]
     return "\n".join([title, table(header, rows), *notes])
 
