@@ -6,6 +6,7 @@ errors, says so once in the log, and leaves the original running; under `H2D_PAT
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -350,6 +351,7 @@ def start() -> None:
     with _nothing_escapes("start-up"):
         current.watch()
         current.writer.start()
+        atexit.register(lambda: current.writer.write() if current is not None else None)
 
 
 def _refuse_to_start(error: Exception) -> None:
