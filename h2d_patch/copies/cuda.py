@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 RELAXED_CAPTURE: Final = 2  # cudaStreamCaptureModeRelaxed
+_HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
+_NO_TIMING: Final = 2  # cudaEventDisableTiming
+_NOT_READY: Final = 600  # cudaErrorNotReady
 
 # CUpointer_attribute
 _MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 3, 11, 12
@@ -26,6 +28,17 @@ class Runtime:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         # Keeps the GIL: it takes less time than letting go of the GIL and asking for it again.
         self._exchange_capture_mode = ctypes.PyDLL(path).cudaThreadExchangeStreamCaptureMode
+        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self._copy = self._library.cudaMemcpyAsync
+        self._copy.argtypes = [address, address, size, number, address]
+        self._copy_rows = self._library.cudaMemcpy2DAsync
+        self._copy_rows.argtypes = [address, size, address, size, size, size, number, address]
+        self._record = self._library.cudaEventRecord
+        self._record.argtypes = [address, address]
+        self._query = self._library.cudaEventQuery
+        self._query.argtypes = [address]
+        self._is_capturing = self._library.cudaStreamIsCapturing
+        self._is_capturing.argtypes = [address, ctypes.POINTER(number)]
 
     def allocate_pinned(self, nbytes: int) -> int:
         """The address of exactly `nbytes` of pinned memory. Raises OSError. torch would round up to a power of two."""
@@ -38,14 +51,46 @@ class Runtime:
         """Give memory of `allocate_pinned` back; waits for the device. Raises OSError."""
         self._check("cudaFreeHost", self._library.cudaFreeHost(ctypes.c_void_p(address)))
 
-    def relaxed(self, call: Callable[[], Any]) -> Any:
-        """`call()`, allowed while any thread captures a graph: otherwise a query would break that thread's capture."""
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Host to device, on `stream`. Raises OSError, having submitted nothing."""
+        if code := self._copy(dst, src, nbytes, _HOST_TO_DEVICE, stream):
+            self._check("cudaMemcpyAsync", code)
+
+    def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
+        """`rows` rows of `width` bytes that lie one behind the other at `src`, to every `pitch` bytes of `dst`."""
+        if code := self._copy_rows(dst, pitch, src, width, width, rows, _HOST_TO_DEVICE, stream):
+            self._check("cudaMemcpy2DAsync", code)
+
+    def new_event(self) -> int:
+        """An event of the current device, never recorded. Raises OSError."""
+        event = ctypes.c_void_p()
+        create = self._library.cudaEventCreateWithFlags
+        self._check("cudaEventCreateWithFlags", create(ctypes.byref(event), ctypes.c_uint(_NO_TIMING)))
+        assert event.value is not None
+        return event.value
+
+    def record(self, event: int, stream: int) -> None:
+        if code := self._record(event, stream):
+            self._check("cudaEventRecord", code)
+
+    def finished(self, event: int) -> bool:
+        """Whether everything in front of `event` is done. Allowed while any thread captures a graph: without the
+        relaxed mode a query would break that thread's capture. Raises OSError."""
         mode = ctypes.c_int(RELAXED_CAPTURE)
         self._exchange_capture_mode(ctypes.byref(mode))
         try:
-            return call()
+            code = self._query(event)
         finally:
             self._exchange_capture_mode(ctypes.byref(mode))
+        if code == _NOT_READY:
+            return False
+        self._check("cudaEventQuery", code)
+        return True
+
+    def is_capturing(self, stream: int) -> bool:
+        status = ctypes.c_int()
+        self._check("cudaStreamIsCapturing", self._is_capturing(stream, ctypes.byref(status)))
+        return bool(status.value)
 
     def _check(self, function: str, code: int) -> None:
         if code:
@@ -53,29 +98,25 @@ class Runtime:
             raise OSError(code, f"{function}: {self._library.cudaGetErrorString(code).decode()}")
 
 
-class CudaEvents:
-    """Events on the current stream of one device."""
+class CudaLink:
+    """One device as the ring sees it: its current stream, copies to it, and events that say when they are done."""
 
     def __init__(self, index: int, runtime: Runtime) -> None:
         self._index = index
         self._runtime = runtime
+        self.copy = runtime.copy
+        self.copy_rows = runtime.copy_rows
+        self.record = runtime.record
+        self.finished = runtime.finished
+        self.is_capturing = runtime.is_capturing
+        self._current_stream = torch._C._cuda_getCurrentRawStream
 
-    def capturing(self) -> bool:
-        if torch.cuda.is_current_stream_capturing():
-            return True
-        if torch.cuda.current_device() == self._index:
-            return False
+    def stream(self) -> int:
+        return int(self._current_stream(self._index))
+
+    def new(self) -> int:
         with torch.cuda.device(self._index):
-            return bool(torch.cuda.is_current_stream_capturing())
-
-    def new(self) -> Any:
-        return torch.cuda.Event()
-
-    def record(self, event: Any) -> None:
-        event.record(torch.cuda.current_stream(self._index))
-
-    def finished(self, event: Any) -> bool:
-        return bool(self._runtime.relaxed(event.query))
+            return self._runtime.new_event()
 
 
 def _loaded_runtime() -> str:

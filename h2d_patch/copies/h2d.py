@@ -8,7 +8,12 @@ from typing import Any, Final
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
+from h2d_patch.copies.snapshot import copy_bytes, snapshot
 from h2d_patch.copies.staging import DTYPES, NOT_TO_CUDA, Ring, ring_for
+
+# From here on in parts, of this size: the first is on its way while the second is copied into the ring.
+_IN_PARTS_BYTES: Final = 16 << 20
+_PART_BYTES: Final = 8 << 20
 
 NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
 NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
@@ -139,17 +144,44 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
     converts = dtype is not None and dtype != source.dtype
     if asynchronous_already(source, ring, same_order=not converts):
         return ASYNCHRONOUS_ALREADY
+    result = torch.empty_like(source, device=ring.device)
+    # With the strides of the result, both are dense in one order.
+    declined = _send(ring, source, result.stride(), result, nbytes)
+    if declined is not None:
+        return declined
+    # Converted on the device, as `.to` does where it may not block.
+    return result.to(dtype) if converts else result
+
+
+def _send(
+    ring: Ring, source: torch.Tensor, strides: tuple[int, ...], target: torch.Tensor, nbytes: int
+) -> Declined | None:
+    """Copy `source` as it is now to `target`, of its dtype, both laid out by `strides`, without gaps."""
+    if nbytes >= _IN_PARTS_BYTES and source.stride() == strides:
+        return _send_in_parts(ring, source.data_ptr(), target.data_ptr(), nbytes)
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
     with piece:
-        result = torch.empty_like(source, device=ring.device)
-        # With the strides of the result, both are dense in one order: a single copy, no temporary on the host.
-        staged = piece.snapshot(source, result.stride())
+        snapshot(source, piece, strides)
         piece.submitted = True
-        result.copy_(staged, non_blocking=True)
-    # Converted on the device, as `.to` does where it may not block.
-    return result.to(dtype) if converts else result
+        ring.link.copy(target.data_ptr(), piece.address, nbytes, piece.stream)
+    return None
+
+
+def _send_in_parts(ring: Ring, source: int, target: int, nbytes: int) -> Declined | None:
+    """The same for dense memory, in parts: one travels while the next is copied into the ring, which may be smaller."""
+    part = min(_PART_BYTES, ring.capacity // 4)
+    for start in range(0, nbytes, part):
+        length = min(part, nbytes - start)
+        piece = ring.reserve(length)
+        if type(piece) is Declined:
+            return piece  # the original copies all of it again, behind what has been submitted
+        with piece:
+            copy_bytes(piece.address, source + start, length)
+            piece.submitted = True
+            ring.link.copy(target + start, piece.address, length, piece.stream)
+    return None
 
 
 def original_to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: Any) -> Any:
@@ -188,14 +220,24 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
         return _BROADCAST
     if asynchronous_already(src, ring, same_order=dst.dtype == src.dtype and dst.stride() == src.stride()):
         return ASYNCHRONOUS_ALREADY
+    if src.dtype == dst.dtype:
+        if dst.is_contiguous():
+            return _send(ring, src, dst.stride(), dst, nbytes) or dst
+        if dst.stride() == src.stride() and _dense(src):
+            return _send(ring, src, src.stride(), dst, nbytes) or dst
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
+    strides = _contiguous_strides(shape)
     with piece:
-        # Contiguous whatever the destination is: torch then spreads it on the device, without a temporary on the host.
-        staged = piece.snapshot(src, _contiguous_strides(shape))
+        snapshot(src, piece, strides)
         piece.submitted = True
-        dst.copy_(staged, non_blocking=True)
+        if src.dtype == dst.dtype and len(shape) == 2 and dst.stride(1) == 1 and dst.stride(0) >= shape[1]:
+            size = dst.itemsize
+            width = shape[1] * size
+            ring.link.copy_rows(dst.data_ptr(), dst.stride(0) * size, piece.address, width, shape[0], piece.stream)
+        else:  # torch spreads or converts it on the device, and needs no temporary on the host
+            dst.copy_(piece.view(src.dtype, shape, strides), non_blocking=True)
     return dst
 
 
@@ -229,10 +271,16 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
     source_dtype = tensors[0].dtype
     with piece:
         result = torch.empty(shape, dtype=source_dtype, device=ring.device)
-        staged = piece.view(source_dtype, shape, result.stride())
-        torch.cat(tensors, dim=dim, out=staged)
+        if dim in (0, -len(shape)) and all(tensor.is_contiguous() for tensor in tensors):
+            at = piece.address
+            for tensor in tensors:
+                size = tensor.nbytes
+                copy_bytes(at, tensor.data_ptr(), size)
+                at += size
+        else:
+            torch.cat(tensors, dim=dim, out=piece.view(source_dtype, shape, result.stride()))
         piece.submitted = True
-        result.copy_(staged, non_blocking=True)
+        ring.link.copy(result.data_ptr(), piece.address, nbytes, piece.stream)
     return result if dtype is None or dtype == source_dtype else result.to(dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger
 from h2d_patch.copies.h2d import NOTHING_TO_COPY, asynchronous_already, dense_strides, unfit
+from h2d_patch.copies.snapshot import snapshot
 from h2d_patch.copies.staging import ALIGNMENT, Piece, Ring, current_ring
 
 # FlashInfer's plan() keeps this one (FACTS 7), and a ring piece must not outlive the call.
@@ -50,7 +51,9 @@ def _stage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Staged | Declin
         at = 0
         staged: dict[int, torch.Tensor] = {}
         for key, tensor in tensors.items():
-            staged[key] = piece.snapshot(tensor, dense_strides(tensor), at)
+            strides = dense_strides(tensor)
+            snapshot(tensor, piece, strides, at)
+            staged[key] = piece.view(tensor.dtype, tensor.shape, strides, at)
             at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
         def swapped(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The staging ring: a bounded region of pinned memory, handed out in order, with an event behind each piece."""
+"""The staging ring: a bounded region of pinned memory, handed out in order, with events that say what is free again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _DTYPE_NAMES: Final = (
 # What is staged. Others (quantized, sub-byte) do not copy as plain bytes. Old releases of torch lack a few of these.
 DTYPES: Final = tuple(getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name))
 
-# Above this, memmove, which writes around the caches, beats torch's copy: 14 against 4 GB/s at 25 MiB on one thread of
-# a Xeon. (FACTS.md section 4: torch's copy, 5 GB/s. vLLM gives its workers one thread.)
-_BYPASS_BYTES: Final = 1 << 20
+# An event stands behind this part of the ring rather than behind each piece: recording one takes as long as a copy.
+_EVENTS_IN_RING: Final = 16
+_PIECES_TO_AN_EVENT: Final = 256
+_RECLAIM_EVERY: Final = 32
 
 CAPTURING: Final = Declined("a CUDA graph is being captured")
 FULL: Final = Declined("staging is full")
@@ -34,32 +35,51 @@ TOO_LARGE: Final = Declined("larger than the staging region")
 NOT_TO_CUDA: Final = Declined("destination is not a CUDA device", counted=False)
 
 
-class Events(Protocol):
-    """Tells when the device has read a piece."""
+class Link(Protocol):
+    """A device as the ring sees it. Addresses and streams are integers, as the CUDA runtime takes them."""
 
-    def capturing(self) -> bool:
-        """Whether the current stream records a graph, in which a piece would be read again at every replay."""
+    def stream(self) -> int:
+        """The current stream."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether `stream` records a graph, in which a piece would be read again at every replay."""
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Submit a copy to the device."""
+
+    def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
+        """Submit a copy of `rows` dense rows of `width` bytes to every `pitch` bytes of the device's memory."""
 
     def new(self) -> Any:
         """An event that was never recorded."""
 
-    def record(self, event: Any) -> None:
-        """Put `event` behind everything submitted to the current stream."""
+    def record(self, event: Any, stream: int) -> None:
+        """Put `event` behind everything submitted to `stream`."""
 
     def finished(self, event: Any) -> bool:
         """Whether everything in front of `event` is done. Never waits."""
 
 
-class NoEvents:
-    """Events for a device whose copies are done when they return: the CPU."""
+class CpuLink:
+    """The CPU in a device's place: its copies are done when they return."""
 
-    def capturing(self) -> bool:
+    def stream(self) -> int:
+        return 0
+
+    def is_capturing(self, stream: int) -> bool:
         return False
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(dst, src, nbytes)
+
+    def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(dst + row * pitch, src + row * width, width)
 
     def new(self) -> None:
         return None
 
-    def record(self, event: None) -> None:
+    def record(self, event: None, stream: int) -> None:
         pass
 
     def finished(self, event: None) -> bool:
@@ -67,73 +87,82 @@ class NoEvents:
 
 
 @final
-class Piece:
-    """A part of the ring, in use until its event has passed.
+class _Batch:
+    """Pieces submitted to one stream, with one event behind them all."""
 
-    A context: leave it on the stream that was given the piece. If `submitted` was not set by then, nothing reads the
-    piece, and it is free at once.
+    __slots__ = ("done", "event", "nbytes", "pieces", "stream")
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.event: Any = None
+        self.nbytes = 0
+        self.pieces = 0
+        self.done = False
+
+
+@final
+class Piece:
+    """A part of the ring, in use until the event behind it has passed.
+
+    A context: leave it when everything that reads the piece has been submitted to `stream`. If `submitted` was not set
+    by then, nothing reads the piece, and it is free at once.
     """
 
-    __slots__ = ("_closed", "_ring", "end", "event", "offset", "submitted")
+    __slots__ = ("_batch", "_closed", "_ring", "address", "end", "offset", "size", "stream", "submitted")
 
-    def __init__(self, ring: Ring, offset: int, end: int, event: Any) -> None:
+    def __init__(self, ring: Ring, offset: int, size: int, end: int, stream: int) -> None:
         self._ring = ring
         self.offset = offset
+        self.address = ring.address + offset
+        self.size = size
         self.end = end
-        self.event = event
+        self.stream = stream
         self.submitted = False
         self._closed = False
+        self._batch: _Batch | None = None
 
     def view(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> torch.Tensor:
         """The piece as a tensor, `skip` bytes in. Never to be kept: it aliases the ring."""
         return self._ring.typed[dtype].as_strided(shape, strides, (self.offset + skip) // dtype.itemsize)
 
-    def snapshot(self, source: torch.Tensor, strides: tuple[int, ...], skip: int = 0) -> torch.Tensor:
-        """`source` as it is now, copied into the piece with `strides`, which have no gaps."""
-        staged = self.view(source.dtype, source.shape, strides, skip)
-        if source.nbytes >= _BYPASS_BYTES and source.stride() == strides:
-            ctypes.memmove(staged.data_ptr(), source.data_ptr(), source.nbytes)
-        else:
-            staged.copy_(source)
-        return staged
+    @property
+    def event(self) -> Any:
+        """The event behind it, None as long as there is none."""
+        return self._batch.event if self._batch is not None else None
 
     def __enter__(self) -> Piece:
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self.submitted:
-            try:
-                self._ring.events.record(self.event)
-            except BaseException as error:
-                # Left open, so neither it nor anything behind it is ever handed out again.
-                self._ring.retire(f"an event could not be recorded: {error}")
-                raise
+            self._ring.close(self)
         self._closed = True
-
-    def free(self) -> bool:
-        return self._closed and (not self.submitted or self._ring.events.finished(self.event))
 
 
 class Ring:
     """`memory` (1-D uint8), handed out front to back and around. Any thread may reserve and use pieces."""
 
-    def __init__(self, memory: torch.Tensor, events: Events, device: torch.device) -> None:
+    def __init__(self, memory: torch.Tensor, link: Link, device: torch.device) -> None:
         self.memory: Final = memory
-        self.events: Final = events
+        self.address: Final = memory.data_ptr()
+        self.link: Final = link
         self.device: Final = device
         self.capacity: Final = memory.numel() // ALIGNMENT * ALIGNMENT
         with torch.inference_mode(False):  # views made in inference mode could not be written outside it
             self.typed: Final = {dtype: memory[: self.capacity].view(dtype) for dtype in DTYPES}
         self._lock = threading.Lock()
         self._pieces: deque[Piece] = deque()
+        self._open: dict[int, _Batch] = {}  # by stream: submitted pieces that no event stands behind yet
         self._idle_events: list[Any] = []
+        self._reserved = 0
         # Positions only grow; a position modulo the capacity is an offset. In use is [tail, head).
         self._tail = self._head = 0
         self._retired: Declined | None = None
 
     def reserve(self, nbytes: int) -> Piece | Declined:
-        """A piece of at least `nbytes`, or the reason why there is none. Never waits for the device."""
-        if self.events.capturing():
+        """A piece of at least `nbytes` for the current stream, or why there is none. Never waits for the device."""
+        stream = self.link.stream()
+        if self.link.is_capturing(stream):
             return CAPTURING
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self.capacity:
@@ -141,19 +170,31 @@ class Ring:
         with self._lock:
             if self._retired is not None:
                 return self._retired
-            # Two for the one that is added: finished pieces cannot pile up, and nobody pays for a long row of them.
-            self._reclaim(2)
+            self._reserved += 1
+            if not self._reserved % _RECLAIM_EVERY:  # finished pieces do not pile up, and few calls pay for it
+                self._reclaim()
             start = self._fit(size)
             if start is None:
-                self._reclaim(len(self._pieces))
+                self._reclaim()
                 start = self._fit(size)
                 if start is None:
                     return FULL
-            event = self._idle_events.pop() if self._idle_events else self.events.new()
-            piece = Piece(self, start % self.capacity, start + size, event)
+            piece = Piece(self, start % self.capacity, size, start + size, stream)
             self._head = piece.end
             self._pieces.append(piece)
             return piece
+
+    def close(self, piece: Piece) -> None:
+        """Everything that reads `piece` has been submitted to its stream."""
+        with self._lock:
+            batch = self._open.get(piece.stream)
+            if batch is None:
+                batch = self._open[piece.stream] = _Batch(piece.stream)
+            batch.nbytes += piece.size
+            batch.pieces += 1
+            piece._batch = batch
+            if batch.nbytes * _EVENTS_IN_RING >= self.capacity or batch.pieces >= _PIECES_TO_AN_EVENT:
+                self._record(batch)
 
     def retire(self, reason: str) -> None:
         """Hand out nothing any more."""
@@ -162,8 +203,19 @@ class Ring:
     def in_use(self) -> int:
         """Bytes that could not be handed out now, gaps at the end of the region included."""
         with self._lock:
-            self._reclaim(len(self._pieces))
+            self._reclaim()
             return self._head - self._tail
+
+    def _record(self, batch: _Batch) -> None:
+        event = self._idle_events.pop() if self._idle_events else self.link.new()
+        try:
+            self.link.record(event, batch.stream)
+        except BaseException as error:
+            # Without an event, neither these pieces nor any behind them are ever handed out again.
+            self.retire(f"an event could not be recorded: {error}")
+            raise
+        batch.event = event
+        del self._open[batch.stream]
 
     def _fit(self, size: int) -> int | None:
         start = self._head
@@ -172,15 +224,28 @@ class Ring:
             start += to_the_end
         return start if start + size - self._tail <= self.capacity else None
 
-    def _reclaim(self, at_most: int) -> None:
+    def _reclaim(self) -> None:
         pieces = self._pieces
-        while pieces and at_most and pieces[0].free():
-            piece = pieces.popleft()
-            self._tail = piece.end
-            self._idle_events.append(piece.event)
-            at_most -= 1
+        while pieces and self._free(pieces[0]):
+            self._tail = pieces.popleft().end
         if not pieces:
             self._tail = self._head = 0  # so that a piece as large as the region fits
+
+    def _free(self, piece: Piece) -> bool:
+        if not piece._closed:
+            return False
+        batch = piece._batch
+        if batch is None or batch.done:
+            return True
+        if batch.event is None:
+            if self.link.is_capturing(batch.stream):
+                return False  # a graph would take the event for one of its own
+            self._record(batch)
+        if not self.link.finished(batch.event):
+            return False
+        batch.done = True
+        self._idle_events.append(batch.event)
+        return True
 
 
 class _Process:
@@ -201,10 +266,8 @@ _thread = _Thread()
 
 
 def _renew() -> None:
-    """In a forked child: have no ring, and never destroy the parent's events, which would be a CUDA call."""
+    """In a forked child: have no ring. Nothing of the parent's is a Python object that would end with a CUDA call."""
     global process
-    if process.rings:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process))
     process = _Process()
 
 
@@ -243,7 +306,7 @@ def forced_staging(nbytes: int) -> Iterator[Ring]:
     outer = _thread.forced
     with torch.inference_mode(False):
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    _thread.forced = Ring(memory, NoEvents(), torch.device("cpu"))
+    _thread.forced = Ring(memory, CpuLink(), torch.device("cpu"))
     try:
         yield _thread.forced
     finally:

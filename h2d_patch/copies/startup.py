@@ -95,7 +95,8 @@ def _open_ring(index: int, nbytes: int) -> int:
 
     import torch
 
-    from h2d_patch.copies.cuda import CudaEvents, Runtime
+    from h2d_patch.copies.cuda import CudaLink, Runtime
+    from h2d_patch.copies.snapshot import start_threads
     from h2d_patch.copies.staging import Ring, process
 
     try:
@@ -109,7 +110,8 @@ def _open_ring(index: int, nbytes: int) -> int:
                 memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
                 if not memory.is_pinned():
                     raise OSError("torch does not see the region as pinned")
-                ring = Ring(memory, CudaEvents(index, runtime), torch.device("cuda", index))
+                ring = Ring(memory, CudaLink(index, runtime), torch.device("cuda", index))
+                start_threads()
                 _first_copy(ring)
             except BaseException:
                 runtime.free_pinned(address)
@@ -126,12 +128,14 @@ def _first_copy(ring: Any) -> None:
     """Send one piece through the ring: what the device loads at its first copy, it loads now."""
     import torch
 
+    from h2d_patch.copies.snapshot import snapshot
+
     sent = torch.arange(min(ring.capacity, 4096) // 8, dtype=torch.int64, device="cpu")
     with ring.reserve(sent.nbytes) as piece:
-        staged = piece.snapshot(sent, sent.stride())
+        snapshot(sent, piece, sent.stride())
         piece.submitted = True
         arrived = torch.empty_like(sent, device=ring.device)
-        arrived.copy_(staged, non_blocking=True)
+        ring.link.copy(arrived.data_ptr(), piece.address, sent.nbytes, piece.stream)
     if not torch.equal(arrived.cpu(), sent):
         raise OSError("the first copy out of the staging region arrived changed")
 

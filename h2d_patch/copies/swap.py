@@ -133,10 +133,9 @@ def swap_blocks(
         return piece
     with piece:
         descriptors = torch.empty((3, blocks), dtype=torch.int64, device=ring.device)
-        staged = piece.view(torch.int64, (3, blocks), (blocks, 1))
-        torch.stack((src, dst, sizes), out=staged)
+        torch.stack((src, dst, sizes), out=piece.view(torch.int64, (3, blocks), (blocks, 1)))
         piece.submitted = True
-        descriptors.copy_(staged, non_blocking=True)
+        ring.link.copy(descriptors.data_ptr(), piece.address, 3 * 8 * blocks, piece.stream)
     from h2d_patch.copies.swap_kernel import launch
 
     launch(descriptors, 8 if odd % 16 else 16)

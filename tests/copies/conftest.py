@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from h2d_patch.copies.staging import Ring  # noqa: E402  (needs torch)
+from h2d_patch.copies.staging import CpuLink, Ring  # noqa: E402  (needs torch)
 
 
 class MemoryLedger:
@@ -25,8 +25,8 @@ class MemoryLedger:
         self.errors.append(error)
 
 
-class HeldEvents:
-    """Events that pass only when told."""
+class HeldEvents(CpuLink):
+    """Copies in host memory, with events that pass only when told."""
 
     def __init__(self) -> None:
         self.passed: set[int] = set()
@@ -35,14 +35,14 @@ class HeldEvents:
         self.fail_to_record: Exception | None = None
         self._made = 0
 
-    def capturing(self) -> bool:
+    def is_capturing(self, stream: int) -> bool:
         return self.in_capture
 
     def new(self) -> int:
         self._made += 1
         return self._made
 
-    def record(self, event: int) -> None:
+    def record(self, event: int, stream: int) -> None:
         if self.fail_to_record is not None:
             raise self.fail_to_record
         self.passed.discard(event)

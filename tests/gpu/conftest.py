@@ -61,11 +61,11 @@ def ring(started):
 @pytest.fixture
 def small_ring(ring, monkeypatch):
     """A ring of 64 KiB in the place of the device's own."""
-    from h2d_patch.copies.cuda import CudaEvents, Runtime
+    from h2d_patch.copies.cuda import CudaLink, Runtime
     from h2d_patch.copies.staging import Ring, process
 
     memory = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
-    small = Ring(memory, CudaEvents(0, Runtime()), torch.device("cuda", 0))
+    small = Ring(memory, CudaLink(0, Runtime()), torch.device("cuda", 0))
     monkeypatch.setitem(process.rings, 0, small)
     yield small
     torch.cuda.synchronize()
