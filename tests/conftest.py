@@ -33,3 +33,26 @@ def make_module(tmp_path: Path) -> Iterator[MakeModule]:
     yield make
     for name in made:
         sys.modules.pop(name, None)
+
+
+class MemoryLedger:
+    """What a copy function writes of its calls, kept for a test to read."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fallbacks = 0
+        self.reasons: list[str] = []
+        self.errors: list[BaseException] = []
+
+    def declined(self, reason: str) -> None:
+        self.fallbacks += 1
+        self.reasons.append(reason)
+
+    def failed(self, error: BaseException) -> None:
+        self.fallbacks += 1
+        self.errors.append(error)
+
+
+@pytest.fixture
+def ledger() -> MemoryLedger:
+    return MemoryLedger()

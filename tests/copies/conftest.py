@@ -1,4 +1,4 @@
-"""A ledger that remembers, and a ring whose events pass when the test says so."""
+"""A ring whose events pass when the test says so."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from h2d_patch.copies.staging import CpuLink, Ring  # noqa: E402  (needs torch)
-
-
-class MemoryLedger:
-    def __init__(self) -> None:
-        self.calls = 0
-        self.fallbacks = 0
-        self.reasons: list[str] = []
-        self.errors: list[BaseException] = []
-
-    def declined(self, reason: str) -> None:
-        self.fallbacks += 1
-        self.reasons.append(reason)
-
-    def failed(self, error: BaseException) -> None:
-        self.fallbacks += 1
-        self.errors.append(error)
 
 
 class HeldEvents(CpuLink):
@@ -50,11 +34,6 @@ class HeldEvents(CpuLink):
 
     def finished(self, event: int) -> bool:
         return event in self.passed
-
-
-@pytest.fixture
-def ledger() -> MemoryLedger:
-    return MemoryLedger()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A started device, queued work, and a ledger that remembers."""
+"""A started device, and queued work."""
 
 from __future__ import annotations
 
@@ -18,27 +18,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-class MemoryLedger:
-    def __init__(self) -> None:
-        self.calls = 0
-        self.fallbacks = 0
-        self.reasons: list[str] = []
-        self.errors: list[BaseException] = []
-
-    def declined(self, reason: str) -> None:
-        self.fallbacks += 1
-        self.reasons.append(reason)
-
-    def failed(self, error: BaseException) -> None:
-        self.fallbacks += 1
-        self.errors.append(error)
-
-
-@pytest.fixture
-def ledger() -> MemoryLedger:
-    return MemoryLedger()
 
 
 @pytest.fixture(scope="session")
