@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,16 +10,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from .patching.pattern import Pattern, PatternError, parse_inside, parse_put
+from .patching.pattern import Pattern, PatternError, normal_form, parse_inside, parse_put
 from .patching.recognise import Replace, Target
 from .patching.rewrite import Rewrite
 from .selftest.stand_ins import GivenError, parse
 from .settings import ConfigurationError
 
 SCHEMA = 1
+# Copy functions that call their first argument.
+CALLS_ITS_FIRST = frozenset({"call_pinned", "swap_blocks"})
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 _HASH = re.compile(r"[0-9a-f]{16}\Z")
@@ -99,7 +102,7 @@ def _read(name: str, text: str, exports: Collection[str], known: Mapping[str, Fi
             raise ManifestError(f"{name}: found no TOML reader; expected the package tomli on Python 3.10") from None
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{name}: not TOML ({error}); expected a manifest as in patches.toml") from None
     root = _Table(name, "", document)
     if (schema := root.take("manifest", int)) != SCHEMA:
@@ -144,13 +147,14 @@ def _target(table: _Table, exports: Collection[str], fixed_in: str) -> Target:
     if fixed_in:
         try:
             Version(fixed_in)
-        except InvalidVersion:
-            raise table.error("fixed_in", repr(fixed_in), "a version such as '0.28.0'") from None
+        except ValueError:
+            raise table.error("fixed_in", repr(fixed_in[:80]), "a version such as '0.28.0'") from None
     releases = table.take("releases", str, "")
     try:
         specifier = SpecifierSet(releases)
-    except InvalidSpecifier:
-        raise table.error("releases", repr(releases), "a version range such as '>=0.10.2,<0.28'") from None
+        specifier.contains(Version("0.1"))
+    except ValueError:
+        raise table.error("releases", repr(releases[:80]), "a version range such as '>=0.10.2,<0.28'") from None
     rewrites = tuple(_rewrite(part, exports) for part in table.tables("rewrite"))
     replacements = [_replace(table.table("replace"), exports)] if "replace" in table.values else []
     if bool(rewrites) == bool(replacements):
@@ -176,6 +180,7 @@ def _rewrite(table: _Table, exports: Collection[str]) -> Rewrite:
         put = parse_put(table.text("put"), find, exports)
     except PatternError as error:
         raise table.error("put", str(error)) from None
+    _check_called(table, put, find)
     inside = table.take("inside", str, None)
     if inside is not None:
         try:
@@ -192,6 +197,17 @@ def _rewrite(table: _Table, exports: Collection[str]) -> Rewrite:
     )
     table.finish()
     return rewrite
+
+
+def _check_called(table: _Table, put: Pattern, find: Pattern) -> None:
+    """A copy function that calls its first argument may be given only what the release itself calls there."""
+    called = [normal_form(node.func) for root in find.roots for node in ast.walk(root) if isinstance(node, ast.Call)]
+    for node in (node for root in put.roots for node in ast.walk(root) if isinstance(node, ast.Call)):
+        if not (isinstance(node.func, ast.Name) and node.func.id in CALLS_ITS_FIRST):
+            continue
+        if not node.args or normal_form(node.args[0]) not in called:
+            found = ast.unparse(node.args[0]) if node.args else "nothing"
+            raise table.error("put", f"{node.func.id} would call {found!r}", "what 'find' calls")
 
 
 def _times(table: _Table) -> tuple[int, ...]:

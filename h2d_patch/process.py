@@ -7,6 +7,7 @@ errors, says so once in the log, and leaves the original running; under `H2D_PAT
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import logging
 import os
@@ -31,7 +32,7 @@ from .patching.rewrite import ModuleSource, Refused
 from .patching.switch import Site, Switch, last_line
 from .report.check import Installed, parsed
 from .report.state import SCHEMA, StateWriter, start_time
-from .settings import ConfigurationError, Settings, is_strict, run_dir
+from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, run_dir
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
 
@@ -42,6 +43,18 @@ STARTUP_CLASS, STARTUP_METHOD = "WorkerWrapperBase", "init_device"
 
 class StrictError(RuntimeError):
     """A problem of ours that `H2D_PATCH_STRICT=1` turns into a failure to start."""
+
+
+class _NoSecondTry:
+    """A finder that lets an import which failed under `H2D_PATCH_STRICT=1` fail again wherever it is tried again."""
+
+    def __init__(self, name: str, error: StrictError) -> None:
+        self._name = name
+        self._text = str(error)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self._name:
+            raise StrictError(self._text)
 
 
 class Patch:
@@ -88,14 +101,19 @@ class Process:
         self.device: dict[str, Any] = {}
         self._worker: Any = None
         self._kept_off: dict[str, str] = {}  # fix id → why it stays off in this process
+        self._failed: dict[str, str] = {}  # fix id → the error of ours that turned it off
         self._gpu_failures: dict[Target, str] = {}
-        self._retry: list[tuple[str, Callable[[types.ModuleType], None]]] = []  # half imported when we asked
+        # To be asked again: half imported when we asked.
+        self._retry: list[tuple[str, Callable[[types.ModuleType], None]]] = []
+        self.undone = False
         self.renew()
         self.writer = StateWriter(settings.run_dir, self.state)
 
     def renew(self) -> None:
         """What a forked child must not inherit: pid, role, counts, and locks that another thread may have held."""
         self.lock = threading.RLock()
+        for switch in self.switches.values():
+            switch.renew()
         self.pid = os.getpid()
         self.started = time.time()
         self.is_worker = False
@@ -103,6 +121,9 @@ class Process:
         for patch in self.patches:
             patch.site.calls = patch.site.fallbacks = 0
             patch.site.reasons = {}
+        # Another thread of the parent's may have been about to patch these; it is not in the child.
+        loaded = dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING)
+        self._retry = [(name, self.module_loaded) for name in loaded if name in sys.modules]
 
     def state(self) -> dict[str, Any]:
         return {
@@ -133,11 +154,18 @@ class Process:
 
     def module_loaded(self, module: types.ModuleType) -> None:
         """The post-import hook of a module with targets."""
-        with _nothing_escapes(f"patching {module.__name__}"), self.lock, _gc_paused():
-            self._patch_module(module)
-            again, self._retry = self._retry, []
-            for name, callback in again:
-                self._when_loaded(name, callback)
+        try:
+            with _nothing_escapes(f"patching {module.__name__}"), self.lock, _gc_paused():
+                self._patch_module(module)
+                self._ask_again()
+        except StrictError as error:
+            sys.meta_path.insert(0, _NoSecondTry(module.__name__, error))
+            raise
+
+    def _ask_again(self) -> None:
+        again, self._retry = self._retry, []
+        for name, callback in again:
+            self._when_loaded(name, callback)
 
     def _patch_module(self, module: types.ModuleType) -> None:
         source: ModuleSource | None = None
@@ -162,14 +190,18 @@ class Process:
     def _patch(self, patch: Patch, source: ModuleSource, located: Located) -> None:
         target = patch.target
         definition = source.definition_of(target.qualname, original_code(located.function))
-        if located.layers > len(definition.decorator_list):
-            raise Refused(f"another package has wrapped it: {describe(located.found)}")
+        foreign = located.foreign()
+        if foreign is not None or len(located.layers) > len(definition.decorator_list):
+            raise Refused(f"another package has wrapped it: {describe(foreign or located.found)}")
         recognition = recognise(target, definition, parsed(self.release))
         if recognition.verdict is not Verdict.APPLIES:
             self._decide(patch, recognition.verdict, recognition.reason)
             return
         if keep_off := self._kept_off.get(patch.fix.id):
             self._decide(patch, Verdict.OFF, keep_off)
+            return
+        if failure := self._failed.get(patch.fix.id):
+            self._decide(patch, Verdict.FAILED, failure)
             return
         if why := self._never_runs(target):
             self._decide(patch, Verdict.ABSENT, why)
@@ -187,8 +219,11 @@ class Process:
     def _build(
         self, patch: Patch, source: ModuleSource, definition: Definition, located: Located
     ) -> Callable[[], Callable[[], None]]:
+        import torch
+
         from .copies import EXPORTS
 
+        Site.compiling = staticmethod(torch.compiler.is_compiling)
         site = patch.site
         replace = patch.target.replace
         if replace is not None:
@@ -224,6 +259,8 @@ class Process:
 
     def _hook_startup(self, module: types.ModuleType) -> None:
         with _nothing_escapes("hooking the device start-up"):
+            if self.undone:
+                return
             holder = getattr(module, STARTUP_CLASS)
             original = vars(holder)[STARTUP_METHOD]
             if getattr(original, "_self_wrapper", None) is not _startup:
@@ -232,6 +269,7 @@ class Process:
     def device_started(self, wrapper: Any) -> None:
         """The one moment in a worker when a device may be used: after `init_device`, before memory is profiled."""
         with _nothing_escapes("device start-up"), self.lock:
+            self._ask_again()
             worker = wrapper.worker
             self.is_worker = True
             self.rank = getattr(worker, "rank", getattr(wrapper, "rpc_rank", None))
@@ -245,7 +283,7 @@ class Process:
             for patch in self.patches:
                 if patch.verdict in (Verdict.PENDING, Verdict.ACTIVE) and (why := self._never_runs(patch.target)):
                     self._take_out(patch, Verdict.ABSENT, why)
-            if on_gpu:
+            if on_gpu and any(patch.verdict in (Verdict.PENDING, Verdict.ACTIVE) for patch in self.patches):
                 self._start_gpu(device)
         self.writer.write()
 
@@ -298,11 +336,14 @@ class Process:
     def fail(self, patch: Patch, reason: str) -> None:
         """A copy function raised during a call; the original ran in its place. The whole fix is off from here on."""
         with self.lock:
+            if patch.fix.id in self._failed:  # another thread's call, at the same time
+                return
+            self._failed[patch.fix.id] = f"off with {patch.target.qualname}: {reason}"
             for other in self.patches:
                 if other.fix.id == patch.fix.id and other.verdict is Verdict.ACTIVE:
                     self.switches[other.fix.id].remove(other.site)
                     other.verdict = Verdict.FAILED
-                    other.reason = reason if other is patch else f"off with {patch.target.qualname}: {reason}"
+                    other.reason = reason if other is patch else self._failed[patch.fix.id]
         logger.warning("h2d_patch: %s is off in this process: %s", patch.fix.id, reason)
 
     def _take_out(self, patch: Patch, verdict: Verdict, reason: str) -> None:
@@ -315,6 +356,7 @@ class Process:
     def undo(self) -> None:
         """Takes every fix out: each function, attribute and re-bound name is the identical object that it was."""
         with self.lock:
+            self.undone = True
             for patch in reversed(self.patches):
                 if patch.verdict is Verdict.PENDING or patch.undo is not None:
                     self._take_out(patch, Verdict.OFF, "undone")
@@ -327,6 +369,7 @@ class Process:
 
 current: Process | None = None
 _start_lock = threading.Lock()
+_gc_is_paused = False
 
 
 def start() -> None:
@@ -339,13 +382,12 @@ def start() -> None:
             settings = Settings.from_environ()
             manifest = load(settings.manifest)
             selected = settings.selection.fixes(manifest.defaults)
-        except ConfigurationError as error:
-            _refuse_to_start(error)
-            return
+            if settings.strict:
+                checked_run_dir(settings.run_dir, create=True)
+            current = Process(settings, manifest, selected)
         except Exception as error:
             _refuse_to_start(error)
             return
-        current = Process(settings, manifest, selected)
         chosen = ", ".join(sorted(selected)) or "no fix selected"
         logger.info("h2d_patch %s: %s (h2d-patch status)", __version__, chosen)
     with _nothing_escapes("start-up"):
@@ -364,7 +406,8 @@ def _refuse_to_start(error: Exception) -> None:
     if strict:
         raise StrictError(text) from None
     state = {**_identity(time.time()), "role": roles.role(), "rank": None, "vllm": _vllm_release(), "targets": []}
-    StateWriter(run_dir(os.environ), lambda: {**state, "error": text}).write()
+    with contextlib.suppress(ConfigurationError):  # no directory to write to: the log has said what is wrong
+        StateWriter(run_dir(os.environ), lambda: {**state, "error": text}).write()
 
 
 def _startup(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -376,6 +419,11 @@ def _startup(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], 
 
 
 def _after_fork() -> None:
+    global _start_lock, _gc_is_paused
+    _start_lock = threading.Lock()
+    if _gc_is_paused:  # by a thread that is not in the child
+        _gc_is_paused = False
+        gc.enable()
     if current is not None:
         current.renew()
         current.writer = StateWriter(current.settings.run_dir, current.state)
@@ -410,13 +458,17 @@ def _nothing_escapes(doing: str) -> Iterator[None]:
 @contextmanager
 def _gc_paused() -> Iterator[None]:
     """Parsing makes hundreds of thousands of objects: collections take 350 ms of an API server's start (REWRITING)."""
-    enabled = gc.isenabled()
+    global _gc_is_paused
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
+    _gc_is_paused = True
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _gc_is_paused = False
+        gc.enable()
 
 
 def _source_of(module: types.ModuleType) -> ModuleSource:

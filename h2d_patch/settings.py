@@ -105,7 +105,10 @@ def run_dir(environ: Mapping[str, str]) -> Path:
     """Where processes write their state: `H2D_PATCH_RUN_DIR`, or this user's directory under the temporary one."""
     if chosen := environ.get("H2D_PATCH_RUN_DIR", "").strip():
         return Path(chosen)
-    return Path(tempfile.gettempdir()) / f"h2d_patch-{os.getuid()}"
+    try:
+        return Path(tempfile.gettempdir()) / f"h2d_patch-{os.getuid()}"
+    except OSError as error:
+        raise ConfigurationError(f"H2D_PATCH_RUN_DIR is not set, and {error}; expected a directory of ours") from None
 
 
 def checked_run_dir(path: Path, create: bool = False) -> Path:
@@ -118,7 +121,12 @@ def checked_run_dir(path: Path, create: bool = False) -> Path:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"run directory {path}: {error.strerror}; expected a directory of ours") from None
-    status = path.lstat()
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigurationError(f"run directory {path}: {error.strerror}; expected a directory of ours") from None
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
         raise ConfigurationError(f"run directory {path} is {kind}; expected a directory of this user's")
@@ -137,6 +145,6 @@ def _megabytes(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, "").strip()
     if not text:
         return default
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 20:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= 1 << 20:
         raise ConfigurationError(f"{name}={text!r}; expected a whole number of MiB, 1 to {1 << 20}")
     return int(text)

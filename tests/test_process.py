@@ -493,3 +493,214 @@ def test_undo_takes_the_device_start_up_out_too(server: Server) -> None:
     print(hooked is not original, vars(base.WorkerWrapperBase)["init_device"] is original)
     """
     assert server.run(script).stdout.split() == ["True", "True"]
+
+
+def test_a_function_that_torch_compile_traces_is_traced_as_the_original(server: Server) -> None:
+    script = """
+    register()
+    import our_model
+    from h2d_patch import process
+    compiled = torch.compile(lambda x: our_model.forward(x), backend="eager", fullgraph=True)
+    print(compiled(torch.ones(2)).tolist())
+    print(json.dumps(process.current.state()["targets"][-2]))
+    """
+    (server.path / "our_model.py").write_text("def forward(x):\n    return x.to('cpu', non_blocking=True) + 1\n")
+    (server.path / "ours.toml").write_text(MANIFEST.replace("Model.forward", "forward"))
+    done = server.run(script)
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0]"
+    assert (target(done)["verdict"], target(done)["calls"]) == ("active", 0)
+
+
+def test_a_child_forked_while_locks_are_held_and_collection_is_paused_goes_on(server: Server) -> None:
+    script = """
+    import gc, threading
+    register()
+    from h2d_patch import process
+    from h2d_patch.patching import install
+    held, release = threading.Event(), threading.Event()
+    def hold():
+        with process._start_lock, install._lock, process.current.switches["our-model"]._lock, process._gc_paused():
+            held.set()
+            release.wait()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        import signal
+        signal.alarm(60)
+        register()
+        import our_model
+        our_model.Model().forward(torch.ones(1))
+        process.current.switches["our-model"].turn(False)
+        os._exit(0 if gc.isenabled() and process.current.patches[-2].verdict.value == "active" else 1)
+    status = os.waitpid(child, 0)[1]
+    release.set()
+    thread.join()
+    print(status)
+    """
+    assert server.run(script).stdout.split() == ["0"]
+
+
+def test_a_module_imported_under_another_default_device_is_patched(server: Server) -> None:
+    script = CALL.replace("import our_model\n", "with torch.device('meta'):\n    import our_model\n")
+    assert target(server.run(script))["verdict"] == "active"
+
+
+def test_without_any_temporary_directory_the_server_starts(server: Server) -> None:
+    script = """
+    import tempfile
+    def nowhere():
+        raise FileNotFoundError("No usable temporary directory found")
+    tempfile.gettempdir = nowhere
+    register()
+    print("started")
+    """
+    done = server.run(script, H2D_PATCH_RUN_DIR="")
+    assert done.stdout.split() == ["started"] and "H2D_PATCH_RUN_DIR is not set" in done.stderr
+
+
+TWO = MANIFEST.replace('function = "our_model:gone"', 'function = "second_model:Model.forward"')
+
+
+def test_a_fix_that_failed_stays_off_for_modules_that_come_later(server: Server) -> None:
+    (server.path / "ours.toml").write_text(TWO)
+    (server.path / "second_model.py").write_text(MODEL)
+    script = """
+    register()
+    import our_model
+    from h2d_patch import process
+    process.current.patches[-2].site.failed(OSError("ours"))
+    import second_model
+    print(json.dumps(process.current.state()["targets"][-1]))
+    """
+    done = server.run(script)
+    assert target(done)["verdict"] == "failed" and "off with Model.forward: OSError: ours" in target(done)["reason"]
+
+
+def test_many_threads_failing_at_once_are_said_once(server: Server) -> None:
+    script = """
+    import threading
+    register()
+    import our_model
+    from h2d_patch import process
+    site = process.current.patches[-2].site
+    threads = [threading.Thread(target=lambda: site.failed(OSError("ours"))) for _ in range(20)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    """
+    assert server.run(script).stderr.count("is off in this process") == 1
+
+
+def test_strict_makes_every_import_fail_not_only_the_first(server: Server) -> None:
+    (server.path / "our_model.py").write_text(MODEL.replace("non_blocking=True", "non_blocking=False"))
+    script = """
+    register()
+    for _ in range(3):
+        try:
+            import our_model
+        except Exception as error:
+            print(type(error).__name__)
+    """
+    assert server.run(script, H2D_PATCH_STRICT="1").stdout.split() == ["StrictError"] * 3
+
+
+def test_strict_minds_a_run_directory_that_cannot_be_used(server: Server) -> None:
+    done = server.run(CALL, check=False, H2D_PATCH_STRICT="1", H2D_PATCH_RUN_DIR="/etc/passwd")
+    assert done.returncode != 0 and "run directory /etc/passwd" in done.stderr.splitlines()[-1]
+
+
+def test_a_module_half_imported_at_register_is_patched_at_the_device_start_up(server: Server) -> None:
+    with_vllm(server)
+    (server.path / "our_model.py").write_text("from h2d_patch.plugin import register\nregister()\n" + MODEL)
+    assert target(server.run(STARTED.replace("register()\n    import", "import")))["verdict"] == "active"
+
+
+def test_after_undo_the_device_start_up_is_not_hooked(server: Server) -> None:
+    with_vllm(server)
+    script = """
+    register()
+    from h2d_patch import process
+    process.current.undo()
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    print(type(vars(WorkerWrapperBase)["init_device"]).__name__)
+    """
+    assert server.run(script).stdout.split() == ["function"]
+
+
+def test_a_replaced_function_whose_helper_does_more_than_known_is_left_alone(server: Server) -> None:
+    source = """
+import torch
+
+def walk(value, device):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(walk(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(walk(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: walk(item, device) for key, item in value.items()}
+    return value.to(device=device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+def h2d(tensors, device):
+    return tensors if device is None else walk(tensors, device)
+"""
+    (server.path / "our_model.py").write_text(source)
+    from h2d_patch.patching.recognise import source_hash
+    from h2d_patch.patching.rewrite import ModuleSource
+
+    known = source_hash(ModuleSource(source.encode(), "m.py").named("h2d")[0])
+    (server.path / "ours.toml").write_text(
+        f"""
+manifest = 1
+[patch.our-model]
+why = "x"
+[[patch.our-model.target]]
+function = "our_model:h2d"
+[patch.our-model.target.replace]
+put = "nested_to_device"
+known = ["{known}"]
+given = ["tensors = nested()", "device = device"]
+"""
+    )
+    script = """
+    register()
+    import our_model
+    from h2d_patch import process
+    print(json.dumps(process.current.state()["targets"][-1]))
+    """
+    found = target(server.run(script))
+    assert found["verdict"] == "failed" and "self-test" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"pid": "abc"},
+        {"targets": 3},
+        {"targets": [{}]},
+        {"role": []},
+        {"device": None},
+        {"targets": [{"fix": "a", "function": "b", "verdict": "active", "reason": None, "calls": 1, "fallbacks": 0}]},
+    ],
+)
+def test_a_state_file_of_another_shape_is_one_clear_line(server: Server, content: dict[str, Any]) -> None:
+    (server.path / "run").mkdir(mode=0o700)
+    whole = {"schema": 1, "pid": 1, "role": "worker", "targets": [], **content}
+    (server.path / "run/state-host-1.json").write_text(json.dumps(whole))
+    shown = server.status("status")
+    assert shown.returncode == 2 and len(shown.stderr.splitlines()) == 1 and next(iter(content)) in shown.stderr
+
+
+@pytest.mark.parametrize("value", ["/etc/passwd/x", "/tmp/" + "a" * 300])
+def test_a_run_directory_that_cannot_be_is_one_clear_line(server: Server, value: str) -> None:
+    shown = server.status("status", H2D_PATCH_RUN_DIR=value)
+    assert shown.returncode == 2 and len(shown.stderr.splitlines()) == 1 and "run directory" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    "given", ['"SRC = tensor(1/0)", "DEV = device"', '"SRC = tensor(3, dtype=1)", "DEV = device"', '"SRC = tensor(3)"']
+)
+def test_stand_ins_that_do_not_fit_are_a_failed_self_test(server: Server, given: str) -> None:
+    (server.path / "ours.toml").write_text(MANIFEST.replace('"SRC = tensor(size(1, 50), 2)", "DEV = device"', given))
+    shown = server.status("selftest")
+    assert shown.returncode == 1 and "the stand-ins in 'given' do not fit 'find'" in shown.stdout

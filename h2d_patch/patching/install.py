@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -15,6 +16,16 @@ from .rewrite import ModuleSource, Rewrite
 from .switch import Site
 
 _lock = threading.RLock()
+
+
+def _renew() -> None:
+    """In a forked child: a lock that no thread of the parent's holds."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
 _rewritten: dict[int, RewrittenFunction] = {}
 
 
@@ -54,6 +65,7 @@ def build_rewrite(
         with _lock:
             _rewritten[id(function)] = entry
             entry.exchanges = exchanges
+            function.__globals__[site.name] = site
             entry.new = function.__code__ = code
         return lambda: _take_out(entry, site)
 
@@ -91,12 +103,10 @@ def install_replacement(located: Located, put: Callable[..., Any], site: Site) -
 
     with _lock:
         wrapper = wrapt.FunctionWrapper(located.found, chosen)
-        places: list[tuple[Any, str]] = []
+        places: list[tuple[Any, str]] = [(located.holder, located.name)]
+        setattr(located.holder, located.name, wrapper)
         if isinstance(located.holder, types.ModuleType):
             places += rebind(located.found, wrapper)
-        else:
-            setattr(located.holder, located.name, wrapper)
-            places.append((located.holder, located.name))
 
     def take_off() -> None:
         with _lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +34,20 @@ def when_loaded(name: str, callback: Callable[[types.ModuleType], None]) -> bool
 class Located:
     """A function as it stands in its module: `holder.name` is `found`, with `function` inside the release's decorators.
 
-    `layers` is how many wrappers lie between the two.
+    `layers` are the wrappers around it, outermost first.
     """
 
     holder: Any
     name: str
     found: Any
     function: types.FunctionType
-    layers: int
+    layers: tuple[Any, ...]
+
+    def foreign(self) -> Any:
+        """The outermost wrapper that is neither the release's own nor Python's or torch's; None where there is none."""
+        package = self.function.__globals__.get("__name__", "").partition(".")[0]
+        ours = {package, "torch", *sys.stdlib_module_names}
+        return next((layer for layer in self.layers if _origin(layer).partition(".")[0] not in ours), None)
 
     @property
     def clear_cache(self) -> Callable[[], object] | None:
@@ -77,9 +83,9 @@ def rebind(original: object, replacement: object) -> list[tuple[types.ModuleType
     """Puts `replacement` wherever a loaded module holds `original` under a global name; returns the places."""
     places = []
     for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None) if isinstance(module, types.ModuleType) else None
-        if names is None:
+        if not isinstance(module, types.ModuleType):
             continue
+        names = object.__getattribute__(module, "__dict__")  # getattr would load a module that is loaded lazily
         for name, value in list(names.items()):
             if value is original:
                 names[name] = replacement
@@ -89,9 +95,7 @@ def rebind(original: object, replacement: object) -> list[tuple[types.ModuleType
 
 def describe(found: Any) -> str:
     """Where something callable was defined, for a person."""
-    seen = found
-    for attribute in ("_self_wrapper", "__func__", "fget"):
-        seen = getattr(seen, attribute, None) or seen
+    seen = _written(found)
     code = getattr(seen, "__code__", None)
     if code is not None:
         return f"{getattr(seen, '__qualname__', code.co_name)} in {code.co_filename}:{code.co_firstlineno}"
@@ -99,34 +103,46 @@ def describe(found: Any) -> str:
     return f"a {kind.__module__}.{kind.__qualname__}"
 
 
-def _functions_in(found: Any) -> list[tuple[types.FunctionType, int]]:
-    """Every plain function that `found` is or wraps, outermost first, with how many wrappers lie around it."""
-    result: list[tuple[types.FunctionType, int]] = []
+def _written(found: Any) -> Any:
+    """The function that someone wrote behind a wrapper object: wrapt's, a static or class method, a property."""
+    for attribute in ("_self_wrapper", "__func__", "fget"):
+        found = getattr(found, attribute, None) or found
+    return found
+
+
+def _origin(layer: Any) -> str:
+    """The module in which a wrapper was written (functools.wraps copies the name of the wrapped function's)."""
+    seen = _written(layer)
+    names = getattr(seen, "__globals__", None)
+    return str(names.get("__name__", "")) if isinstance(names, dict) else str(type(seen).__module__)
+
+
+def _functions_in(found: Any) -> Iterator[tuple[types.FunctionType, tuple[Any, ...]]]:
+    """Every plain function that `found` is or wraps, outermost first, with the wrappers around it."""
     seen: set[int] = set()
-    level = [found]
-    for layers in range(8):
-        inner: list[Any] = []
-        for item in level:
+    level: list[tuple[Any, tuple[Any, ...]]] = [(found, ())]
+    for _ in range(8):
+        inner: list[tuple[Any, tuple[Any, ...]]] = []
+        for item, around in level:
             if id(item) in seen:
                 continue
             seen.add(id(item))
+            parts: list[Any] = []
             if type(item) is types.FunctionType:  # a proxy claims to be one too
-                result.append((item, layers))
+                yield item, around
                 for cell in item.__closure__ or ():
                     try:
-                        inner.append(cell.cell_contents)
+                        parts.append(cell.cell_contents)
                     except ValueError:  # an empty cell
                         continue
             for attribute in ("__wrapped__", "__func__", "fget", "func"):
                 try:
-                    part = inspect.getattr_static(item, attribute, None)
-                    part = getattr(item, attribute, None) if part is not None else None
-                except Exception:
-                    part = None
-                if callable(part):
-                    inner.append(part)
-        level = [item for item in inner if callable(item)]
-    return result
+                    if inspect.getattr_static(item, attribute, None) is not None:
+                        parts.append(getattr(item, attribute, None))
+                except Exception:  # an attribute of someone else's object may do anything
+                    continue
+            inner += [(part, (*around, item)) for part in parts if callable(part)]
+        level = inner
 
 
 def _same_file(one: str, other: str | None) -> bool:

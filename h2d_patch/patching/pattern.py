@@ -63,7 +63,8 @@ class Pattern:
         source = textwrap.dedent(text).strip()
         try:
             body = ast.parse(source).body
-        except (SyntaxError, ValueError) as error:
+            _check_depth(body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise PatternError(f"{_reason(error)}; expected Python source of an expression or of statements") from None
         if not body:
             raise PatternError("nothing in it; expected Python source of an expression or of statements")
@@ -120,6 +121,8 @@ class Pattern:
         value = getattr(statement, "value", None)
         for node in _expressions(statement):
             bound = {}
+            if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+                continue  # assigned to, not evaluated
             if _match(self.expression, node, bound):
                 yield Match([node], bound, inside, branch, alone=node is value)
 
@@ -157,8 +160,9 @@ def parse_inside(text: str) -> ast.stmt | None:
     if not source:
         return None
     try:
-        body = ast.parse(f"{source}:\n    pass").body
-    except SyntaxError as error:
+        body = ast.parse(f"{source}:\n    pass").body if "\n" not in source else []
+        _check_depth(body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise PatternError(f"{_reason(error)}; expected a header such as 'if self.uses_mrope'") from None
     if len(body) != 1 or not isinstance(body[0], (ast.If, ast.For, ast.While, ast.With, ast.AsyncFor, ast.AsyncWith)):
         raise PatternError(f"{source!r}; expected the header of an if, for, while or with statement")
@@ -226,8 +230,18 @@ def wildcard(node: object) -> str | None:
     return node.id if isinstance(node, ast.Name) and _WILDCARD.match(node.id) else None
 
 
-def _reason(error: Exception) -> str:
-    return f"not Python ({getattr(error, 'msg', None) or error})"
+def _reason(error: BaseException) -> str:
+    return f"not Python ({getattr(error, 'msg', None) or error or type(error).__name__})"
+
+
+def _check_depth(body: list[ast.stmt], most: int = 100) -> None:
+    """Raises RecursionError for source nested so deeply that walking it would, somewhere and some time."""
+    level: list[ast.AST] = list(body)
+    for _ in range(most):
+        if not level:
+            return
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    raise RecursionError("nested too deeply")
 
 
 def _wildcards(node: ast.AST) -> Iterator[str]:

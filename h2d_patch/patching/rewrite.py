@@ -1,8 +1,9 @@
 """A release's own function with single expressions exchanged, compiled again without running anything.
 
 Both arms stand in the new code, `PUT if <site>.on else FIND`, so that turning a fix off runs exactly the original
-expression. The site (see `switch`) is a constant of the new code: nothing is added to the module's names, and frames
-that still run the new code after an undo keep what they need.
+expression. The site (see `switch`) is a global of the module under a name of our own, which stays there after an undo:
+frames that still run the new code need it. (A constant of the code would leave no name, but torch.compile refuses
+functions with constants that it does not know.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .pattern import FUNCTION, Definition, Match, Pattern, definitions, parse_inside, simple, stands_in, wildcard
+from .switch import Site
 
 
 class Refused(Exception):
@@ -43,6 +45,9 @@ class Rewrite:
         if len(found) not in self.times:
             expected = " or ".join(str(number) for number in self.times)
             raise Refused(f"the copying expression occurs {len(found)} times in it, expected {expected}")
+        inner = {id(node) for match in found for root in match.nodes for node in ast.walk(root) if node is not root}
+        if any(id(root) in inner for match in found for root in match.nodes):
+            raise Refused("the copying expression occurs inside another of its kind")
         names = {getattr(node, "id", getattr(node, "arg", None)) for node in ast.walk(function)}
         if missing := sorted(self.put.names() - self.put.called() - names):
             raise Refused(f"it has no name {missing[0]!r}, which the new expression needs")
@@ -93,30 +98,27 @@ class ModuleSource:
         self,
         node: Definition,
         code: types.CodeType,
-        exchanges: Sequence[tuple[Rewrite, object]],
+        exchanges: Sequence[tuple[Rewrite, Site]],
     ) -> types.CodeType:
         """`code` compiled again from `node` with every rewrite's matches exchanged, calling through its site.
 
         Raises Refused when a rewrite does not match, when matches overlap, or when the new code would need other
         variables from outside than the old.
         """
-        sites: dict[str, object] = {}
         arms: dict[int, tuple[ast.stmt | ast.expr, int]] = {}  # first node of a match → what replaces how many nodes
         taken: set[int] = set()
-        for number, (rewrite, site) in enumerate(exchanges):
-            key = f"h2d_patch site {number}"
-            sites[key] = site
+        for rewrite, site in exchanges:
             for match in rewrite.matches(node):
                 covered = {id(inner) for root in match.nodes for inner in ast.walk(root) if inner._fields}
                 if covered & taken:
                     raise Refused(f"two exchanged expressions overlap in line {match.line}")
                 taken |= covered
-                arms[id(match.nodes[0])] = (_both_arms(match, rewrite.put, key), len(match.nodes))
+                arms[id(match.nodes[0])] = (_both_arms(match, rewrite.put, site.name), len(match.nodes))
         with _exchanged(node, arms):
             compiled = self._compile(node, self._chain[id(node)], code)
         if len(compiled) != 1:
             raise Refused(f"compiling it again gave {len(compiled)} functions")
-        new = _with_constants(compiled[0], sites)
+        new = compiled[0]
         for what in ("co_freevars", "co_cellvars", "co_varnames", "co_flags"):
             if getattr(new, what) != getattr(code, what):
                 raise Refused(f"the new code differs in {what}")
@@ -206,8 +208,8 @@ def _replaced(value: object, arms: Mapping[int, tuple[ast.stmt | ast.expr, int]]
     return new
 
 
-def _both_arms(match: Match, put: Pattern, key: str) -> Any:
-    fill = _Fill(match, key)
+def _both_arms(match: Match, put: Pattern, site: str) -> Any:
+    fill = _Fill(match, site)
     first = match.nodes[0]
     if put.expression is not None:
         assert isinstance(first, ast.expr)
@@ -219,16 +221,16 @@ def _both_arms(match: Match, put: Pattern, key: str) -> Any:
 class _Fill(ast.NodeTransformer):
     """Fills the wildcards of a copy of `put`, and reaches the copy functions through the site."""
 
-    def __init__(self, match: Match, key: str) -> None:
+    def __init__(self, match: Match, site: str) -> None:
         self._match = match
-        self._key = key
+        self._site = site
 
     def switch(self) -> Any:
         return self._site_attribute("on")
 
     def _site_attribute(self, name: str) -> Any:
         place = self._match.nodes[0]
-        return _at(ast.Attribute(_at(ast.Constant(self._key), place), name, ast.Load()), place)
+        return _at(ast.Attribute(_at(ast.Name(self._site, ast.Load()), place), name, ast.Load()), place)
 
     def visit(self, node: ast.AST) -> Any:
         if name := wildcard(node):
@@ -268,17 +270,6 @@ def _at(node: Any, place: Any) -> Any:
     node.lineno = node.end_lineno = place.lineno
     node.col_offset, node.end_col_offset = place.col_offset, place.col_offset + 1
     return node
-
-
-def _with_constants(code: types.CodeType, sites: Mapping[str, object]) -> types.CodeType:
-    """`code` with each key of `sites` among its constants replaced by the site itself."""
-
-    def exchanged(constant: object) -> object:
-        if isinstance(constant, types.CodeType):
-            return _with_constants(constant, sites)
-        return sites.get(constant, constant) if isinstance(constant, str) else constant
-
-    return code.replace(co_consts=tuple(map(exchanged, code.co_consts)))
 
 
 def _imports(node: ast.AST) -> list[ast.stmt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 from collections.abc import Callable
@@ -9,19 +10,32 @@ from typing import Any
 
 
 class Site:
-    """One target's place in the new code.
+    """One target's place in the new code, where it is the global `name`.
 
     The code reads `on` where the copy is, and calls the copy functions, which `bind` has put here as attributes; they
     count in `calls` and `fallbacks` and report through `declined` and `failed`. Counts are exact within a thread and
     may lose a few between threads: they are for people, and a lock would cost more than the copy.
     """
 
+    _numbers = itertools.count()
+    # Whether a compiler is tracing: it must see the original arm, for it keeps what it sees.
+    compiling: Callable[[], bool] = staticmethod(lambda: False)
+
     def __init__(self, on_failure: Callable[[Site, str], None] | None = None) -> None:
-        self.on = False
+        self.name = f"__h2d_patch_{next(Site._numbers)}__"
+        self._on = False
         self.calls = 0
         self.fallbacks = 0
         self.reasons: dict[str, int] = {}
         self._on_failure = on_failure
+
+    @property
+    def on(self) -> bool:
+        return self._on and not Site.compiling()
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        self._on = value
 
     def declined(self, reason: str) -> None:
         """A copy function left this call to the original, for `reason`."""
@@ -44,9 +58,13 @@ class Switch:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
-        self._lock = threading.Lock()
+        self.renew()
         self._sites: list[Site] = []
         self._caches: list[Callable[[], object]] = []
+
+    def renew(self) -> None:
+        """In a forked child: a lock that no thread of the parent's holds."""
+        self._lock = threading.Lock()
 
     def add(self, site: Site, clear_cache: Callable[[], object] | None = None) -> None:
         """`clear_cache` empties a cache of results that the other arm made; called whenever the switch flips."""

@@ -99,12 +99,15 @@ def check(manifest: Manifest, site: Site) -> Iterator[Checked]:
             path = site.module(target.module)
             try:
                 sources[target.module] = ModuleSource(path.read_bytes(), str(path)) if path else None
-            except (OSError, SyntaxError, ValueError) as error:
-                refusals[target.module] = f"{path} cannot be read as source: {error}"
+            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                refusals[target.module] = f"{path} cannot be read as source: {error or type(error).__name__}"
         if target.module in refusals:
             result = Recognition(Verdict.REFUSED, refusals[target.module])
         else:
-            result = recognise_statically(target, sources[target.module], release)
+            try:
+                result = recognise_statically(target, sources[target.module], release)
+            except (RecursionError, MemoryError):
+                result = Recognition(Verdict.REFUSED, f"{target.qualname} is nested too deeply to be read")
         yield Checked(fix.id, target.function, result.verdict, result.reason)
 
 

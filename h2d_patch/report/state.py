@@ -50,8 +50,10 @@ class StateWriter:
     def write(self) -> None:
         try:
             text = json.dumps(self._snapshot())
-            if text != self._written:
-                _write_whole(checked_run_dir(self._directory, create=True) / f"{_PREFIX}{os.getpid()}.json", text)
+            path = self._directory / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}.json"
+            if text != self._written or not path.exists():
+                checked_run_dir(self._directory, create=True)
+                _write_whole(path, text)
                 self._written = text
         except Exception as error:
             if not self._complained:
@@ -84,13 +86,32 @@ def read_states(directory: Path) -> Iterator[ProcessState]:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"{path}: {error}; expected a state file, written by h2d_patch") from None
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA or "pid" not in content:
-            found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-            raise ConfigurationError(f"{path}: schema: found {found!r}; expected {SCHEMA}, a file of this version")
+        _check(path, content)
         states.append(ProcessState(path, content, _alive(content)))
     yield from sorted(states, key=lambda state: int(state.content["pid"]))
+
+
+_TARGET = {"fix": str, "function": str, "verdict": str, "reason": str, "calls": int, "fallbacks": int}
+
+
+def _check(path: Path, content: Any) -> None:
+    """Raises ConfigurationError for what is no state of this version, naming the key."""
+    found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+    if found != SCHEMA:
+        raise ConfigurationError(f"{path}: schema: found {found!r}; expected {SCHEMA}, a file of this version")
+    kinds = {"pid": int, "role": str, "targets": list}
+    wrong = [key for key, kind in kinds.items() if type(content.get(key)) is not kind]
+    if type(content.get("device", {})) is not dict:
+        wrong.append("device")
+    for target in content["targets"] if not wrong else []:
+        if not isinstance(target, dict) or any(type(target.get(key)) is not kind for key, kind in _TARGET.items()):
+            wrong.append("targets")
+            break
+    if wrong:
+        shown = repr(content.get(wrong[0]))[:80]
+        raise ConfigurationError(f"{path}: {wrong[0]}: found {shown}; expected a state file, written by h2d_patch")
 
 
 def start_time(pid: int) -> int | None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import ast
 import random
+from collections import OrderedDict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,9 @@ def parse(line: str) -> tuple[list[str], ast.Expression]:
     """The dotted name and the right side of a line. Raises GivenError."""
     try:
         body = ast.parse(line.strip()).body
-    except SyntaxError as error:
-        raise GivenError(f"{line!r} is not Python ({error.msg}); expected 'NAME = VALUE'") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = getattr(error, "msg", None) or error or type(error).__name__
+        raise GivenError(f"{line[:80]!r} is not Python ({reason}); expected 'NAME = VALUE'") from None
     if len(body) != 1 or not isinstance(body[0], ast.Assign) or len(body[0].targets) != 1:
         raise GivenError(f"found {line!r}; expected 'NAME = VALUE'")
     path: list[str] = []
@@ -46,14 +48,29 @@ def parse(line: str) -> tuple[list[str], ast.Expression]:
     while isinstance(target, ast.Attribute):
         path.insert(0, target.attr)
         target = target.value
-    if not isinstance(target, ast.Name):
-        raise GivenError(f"found {line!r}; expected a name, or one with dots, on the left")
+    if not isinstance(target, ast.Name) or (target.id in VOCABULARY and target.id != body_name(body[0].value)):
+        raise GivenError(f"found {line!r}; expected a name of your own, or one with dots, on the left")
     for node in ast.walk(body[0].value):
-        if not isinstance(node, _NODES) or (
-            isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in VOCABULARY)
+        if (
+            not isinstance(node, _NODES)
+            or (isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in VOCABULARY))
+            or (isinstance(node, ast.Attribute) and node.attr.startswith("_"))
         ):
             raise GivenError(f"{ast.unparse(node)!r} in {line!r}; expected only {', '.join(VOCABULARY)} and constants")
     return [target.id, *path], ast.Expression(body[0].value)
+
+
+def body_name(node: ast.expr) -> str | None:
+    return node.id if isinstance(node, ast.Name) else None
+
+
+class _Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class _Stack(list):  # type: ignore[type-arg]
+    """A container of a kind of its own."""
 
 
 class StandIns:
@@ -67,7 +84,7 @@ class StandIns:
 
         self._torch = torch
         self._random = random.Random(seed)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self.device = device
         self.sources: list[torch.Tensor] = []
         self.destinations: list[torch.Tensor] = []
@@ -93,9 +110,10 @@ class StandIns:
         torch = self._torch
         kind = getattr(torch, dtype)
         if kind.is_floating_point or kind.is_complex:
-            values = torch.randn(shape, generator=self._generator).to(kind)
+            values = torch.randn(shape, generator=self._generator, device="cpu").to(kind)
         else:
-            values = torch.randint(0, 2 if kind is torch.bool else 100, shape, generator=self._generator).to(kind)
+            most = 2 if kind is torch.bool else 100
+            values = torch.randint(0, most, shape, generator=self._generator, device="cpu").to(kind)
         if pinned and self.device.type == "cuda":
             values = values.pin_memory()
         self.sources.append(values)
@@ -123,6 +141,7 @@ class StandIns:
             "layouts": (wide[:, ::2], wide.t(), wide[:1].expand(5, -1), self.tensor(2, 3, 4).permute(2, 0, 1)),
             "small": [self.tensor(), self.tensor(0, 7), [], (), {}],
             "other": [None, 7, "grid", 2.5, [self.tensor(3), [self.tensor(2, dtype="int64")]]],
+            "containers": [_Pair(self.tensor(2), 1), OrderedDict(a=self.tensor(2)), _Stack([self.tensor(2)])],
         }  # fmt: skip
 
     def consume(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -149,7 +168,7 @@ class StandIns:
         # The host memory of a swap is not overwritten behind a running copy: vLLM waits for the job's event.
         self.sources = [kept for kept in self.sources if kept is not host]
         self.destinations.append(destination)
-        picked = [torch.randperm(2 * number, generator=self._generator)[:number] for _ in range(2)]
+        picked = [torch.randperm(2 * number, generator=self._generator, device="cpu")[:number] for _ in range(2)]
         src, dst = (side.data_ptr() + rows * size for side, rows in zip((source, destination), picked, strict=True))
 
         def copy(src: Any, dst: Any, sizes: Any, **_: Any) -> None:
@@ -161,7 +180,7 @@ class StandIns:
         return SimpleNamespace(
             src=src,
             dst=dst,
-            sizes=torch.full((number,), size, dtype=torch.int64),
+            sizes=torch.full((number,), size, dtype=torch.int64, device="cpu"),
             src_tensors=[source],
             dst_tensors=[destination],
             gpu_to_cpu=to_cpu,

@@ -390,3 +390,10 @@ def test_nested_leaves_fall_back_one_by_one(ledger):
         out = copies.nested_to_device.bind(ledger)({"a": [grad, torch.ones(2)]}, device="cpu")
     assert out["a"][0] is grad and out["a"][1] is not None
     assert (ledger.calls, ledger.fallbacks) == (2, 1)
+
+
+def test_bytes_of_a_bool_that_are_neither_0_nor_1_arrive_as_they_are(ledger):
+    odd = torch.tensor([2, 1, 0, 255], dtype=torch.uint8)
+    with copies.forced_staging():
+        arrived = copies.to_device.bind(ledger)(odd.view(torch.bool), "cpu")
+    assert torch.equal(arrived.view(torch.uint8), odd) and not ledger.errors

@@ -63,7 +63,49 @@ def test_wrapping_by_another_package_is_counted_and_can_be_named(make_module) ->
     module = make_module(SOURCE)
     module.f = wrapt.FunctionWrapper(module.f, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
     located = locate(module, "f")
-    assert located is not None and located.layers == 1
+    assert located is not None and len(located.layers) == 1 and located.foreign() is located.found
+
+
+def test_the_release_s_own_python_s_and_torch_s_wrappers_are_not_foreign(make_module) -> None:  # type: ignore[no-untyped-def]
+    module = make_module(
+        "import functools, contextlib\n"
+        "def deco(g):\n    @functools.wraps(g)\n    def inner(*a):\n        return g(*a)\n    return inner\n"
+        "class C:\n    @staticmethod\n    @functools.lru_cache\n    @contextlib.contextmanager\n    @deco\n    def f():\n        yield 1\n"
+    )
+    located = locate(module, "C.f")
+    assert located is not None and len(located.layers) >= 4 and located.foreign() is None
+
+
+def test_a_wrapper_is_foreign_where_the_release_s_decorator_added_none(make_module) -> None:  # type: ignore[no-untyped-def]
+    module = make_module("def register_op(g):\n    return g\n@register_op\ndef f(x):\n    return x\n")
+    other = make_module(
+        "import functools, release_module\n"
+        "def wrap(g):\n    @functools.wraps(g)\n    def inner(*a):\n        return g(*a)\n    return inner\n"
+        "release_module.f = wrap(release_module.f)\n",
+        name="other_plugin",
+    )
+    located = locate(module, "f")
+    assert located is not None and located.foreign() is module.f and other
+
+
+def test_a_lazily_loaded_module_is_not_loaded_by_re_binding(make_module, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import importlib.util
+
+    module = make_module(SOURCE)
+    (tmp_path / "lazyboom.py").write_text("raise RuntimeError('loaded')\n")
+    spec = importlib.util.spec_from_file_location("lazyboom", tmp_path / "lazyboom.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    sys.modules["lazyboom"] = lazy
+    spec.loader.exec_module(lazy)
+    try:
+        original = module.f
+        _, undo = replaced(module)
+        undo()  # type: ignore[operator]
+        assert module.f is original
+    finally:
+        del sys.modules["lazyboom"]
 
 
 def test_code_that_someone_puts_in_after_us_survives_our_undo(make_module) -> None:  # type: ignore[no-untyped-def]

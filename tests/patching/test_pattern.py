@@ -41,6 +41,7 @@ def found(pattern: str, body: str) -> list[str]:
         ("f(X)", "try:\n    f(1)\nexcept ValueError:\n    f(2)\nelse:\n    f(3)\nfinally:\n    f(4)", 4),
         ("f(X)", "match x:\n    case 1 if f(1):\n        f(2)", 2),
         ("f(X)", "with f(1) as g:\n    pass", 1),
+        ("A[I, :N]", "a[i, :n] = a[j, :n]\ndel a[k, :n]", 1),
         ("for A in B:\n    copy(A)", "for x in y:\n    copy(x)", 1),
         ("for A in B:\n    copy(A)", "for x in y:\n    copy(z)", 0),
         ("A = f(B)\nC = g(A)", "x = 1\ny = f(2)\nz = g(y)\n", 1),
@@ -51,7 +52,9 @@ def test_a_pattern_matches_as_often_as_its_source_occurs(pattern: str, body: str
     assert len(found(pattern, body)) == times
 
 
-@pytest.mark.parametrize("text", ["", "  # only a comment", "f(", "X", "def"])
+@pytest.mark.parametrize(
+    "text", ["", "  # only a comment", "f(", "X", "def", "f(X)" + "+1" * 3000, "X" + ".a" * 3000, "f(\0)"]
+)
 def test_what_is_not_a_pattern_is_said_to_be_none(text: str) -> None:
     with pytest.raises(PatternError, match="expected|matches anything"):
         Pattern.parse(text)
