@@ -6,6 +6,7 @@ Exit status: 0 all well, 1 something was refused, failed or fell short, 2 wrong 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -26,6 +27,9 @@ BAD = ("refused", "failed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path that is no text must not end a command
+            stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     try:
         # Whatever the command, a bad setting or manifest is said: the server that reads them would do without us.
@@ -35,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result: int = options.run(options, settings, manifest)
         return result
     except ConfigurationError as error:
-        print(f"h2d-patch: {error}", file=sys.stderr)
+        print(f"h2d-patch: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,7 +56,15 @@ def _list(options: argparse.Namespace, settings: Settings, manifest: Manifest) -
                         "why": fix.why,
                         "upstream": fix.upstream,
                         "default": fix.default,
-                        "functions": [target.function for target in fix.targets],
+                        "targets": [
+                            {
+                                "function": target.function,
+                                "releases": target.span,
+                                "fixed_in": target.fixed_in,
+                                "note": target.note,
+                            }
+                            for target in fix.targets
+                        ],
                     }
                     for fix in manifest.fixes.values()
                 ]
@@ -60,17 +72,22 @@ def _list(options: argparse.Namespace, settings: Settings, manifest: Manifest) -
         )
         return 0
     for fix in manifest.fixes.values():
-        print(f"{fix.id}  ({'on' if fix.default else 'off'} by default, {fix.upstream})")
+        state = "on by default" if fix.default else "off by default"
+        print(f"{fix.id}  ({state}{', ' if fix.upstream else ''}{fix.upstream})")
         print(textwrap.fill(fix.why, 100, initial_indent="    ", subsequent_indent="    "))
         for target in fix.targets:
-            note = f"  ({target.note})" if target.note else ""
-            print(f"      {target.function}  vLLM {target.releases or 'any'}{note}")
+            fixed = f"fixed upstream in {target.fixed_in}" if target.fixed_in else None
+            if not fixed and "<" not in target.span:
+                fixed = "not fixed upstream"
+            about = "; ".join(filter(None, (f"vLLM {target.span}", fixed, target.supersedes or target.note)))
+            print(f"      {target.function}\n          {about}")
     return 0
 
 
 def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
     site = Site(options.site)
-    found = list(check(manifest, site))
+    chosen = settings.selection.fixes(manifest.defaults) if settings.selection else None
+    found = list(check(manifest, site, chosen))
     release = site.release()
     notes = [] if options.site else status.why_nothing(os.environ, proc=Path(os.devnull))
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0") and not options.site:
@@ -169,12 +186,16 @@ def _parser() -> argparse.ArgumentParser:
     command("list", _list, "the fixes, and what each is for")
     added = command("check", _check, "which fixes would apply to this vLLM; reads its sources, imports nothing")
     added.add_argument("--site", type=Path, metavar="DIR", help="a directory with vllm/ in it: an unpacked wheel")
-    added = command("status", _status, "what is in, in every live process, and how often it ran")
-    added.add_argument("--all", action="store_true", help="also targets whose modules a process has not loaded")
+    added = command("status", _status, "which fixes are active in every process, and how often each ran")
+    added.add_argument("--all", action="store_true", help="every target, and the tables of processes that have ended")
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
-    added = command("selftest", _selftest, "run every fix and its original on the same random inputs, and compare")
-    added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to (default: cpu)")
+    added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
+    added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
     return parser
+
+
+def _one_line(text: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _print_json(value: object) -> None:

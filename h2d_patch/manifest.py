@@ -78,7 +78,8 @@ def load(user_file: Path | None = None) -> Manifest:
         try:
             text = user_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ManifestError(f"{user_file}: {error}; expected a readable TOML file (H2D_PATCH_MANIFEST)") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ManifestError(f"{user_file}: {reason}; expected a readable TOML file (H2D_PATCH_MANIFEST)") from None
         fixes = _read(str(user_file), text, exports, fixes)
     return Manifest(fixes)
 
@@ -105,8 +106,8 @@ def _read(name: str, text: str, exports: Collection[str], known: Mapping[str, Fi
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{name}: not TOML ({error}); expected a manifest as in patches.toml") from None
     root = _Table(name, "", document)
-    if (schema := root.take("manifest", int)) != SCHEMA:
-        raise root.error("manifest", repr(schema), f"manifest = {SCHEMA}")
+    if (schema := root.take("manifest", int, None)) != SCHEMA:
+        raise root.error("manifest", "missing" if schema is None else repr(schema), f"manifest = {SCHEMA}")
     fixes = dict(known)
     patches = root.table("patch")
     for fix_id in list(patches.values):
@@ -114,8 +115,12 @@ def _read(name: str, text: str, exports: Collection[str], known: Mapping[str, Fi
         if not _ID.match(fix_id):
             raise ManifestError(f"{name}: patch.{fix_id}: found this id; expected lower-case words joined by '-'")
         if fix_id in known:
+            only = f"only 'default', since {known[fix_id].manifest} defines this fix"
+            if "default" not in table.values:
+                keys = ", ".join(table.values) or "nothing"
+                raise ManifestError(f"{name}: patch.{fix_id}: found {keys}; expected {only}")
             fixes[fix_id] = replace(known[fix_id], default=table.take("default", bool))
-            table.finish(f"only 'default', since {known[fix_id].manifest} defines this fix")
+            table.finish(only)
         else:
             fixes[fix_id] = _fix(table, fix_id, exports)
     root.finish()

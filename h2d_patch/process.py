@@ -32,6 +32,7 @@ from .patching.rewrite import ModuleSource, Refused
 from .patching.switch import Site, Switch, last_line
 from .report.check import Installed, parsed
 from .report.state import SCHEMA, StateWriter, start_time
+from .report.status import DOES_NOT_APPLY, NOT_SELECTED
 from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, run_dir
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
@@ -94,7 +95,7 @@ class Process:
         self.patches = [
             Patch(fix, target, Verdict.PENDING, "its module is not loaded")
             if fix.id in selected
-            else Patch(fix, target, Verdict.OFF, "not selected by H2D_PATCH")
+            else Patch(fix, target, Verdict.OFF, NOT_SELECTED)
             for fix, target in manifest.targets()
         ]
         self.switches = {fix: Switch() for fix in selected}
@@ -143,7 +144,7 @@ class Process:
         for patch in self.patches:
             module = patch.target.module
             if patch.verdict is Verdict.PENDING and module not in sys.modules and installed.module(module) is None:
-                self._decide(patch, Verdict.ABSENT, f"this release has no module {module}")
+                self._decide(patch, Verdict.ABSENT, f"there is no module {module} here")
         for name in dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING):
             self._when_loaded(name, self.module_loaded)
         self._when_loaded(STARTUP_MODULE, self._hook_startup)
@@ -329,7 +330,9 @@ class Process:
                 break
         kind = type(owner)
         version = " (Model Runner V2)" if getattr(self._worker, "use_v2_model_runner", False) else ""
-        return f"does not apply: this worker runs {kind.__module__}.{kind.__qualname__}{version}, which never calls it"
+        return (
+            f"{DOES_NOT_APPLY}: this worker runs {kind.__module__}.{kind.__qualname__}{version}, which never calls it"
+        )
 
     # -- taking out ---------------------------------------------------------------------------------------------------
 

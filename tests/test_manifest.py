@@ -62,7 +62,7 @@ def test_a_user_s_file_overrides_a_default(tmp_path: Path) -> None:
 
 BROKEN = {
     "not TOML": ("manifest = ", "not TOML"),
-    "no schema": ("[patch.x]\nwhy = 'x'", "manifest: missing"),
+    "no schema": ("[patch.x]\nwhy = 'x'", "manifest: missing; expected manifest = 1"),
     "a later schema": (GOOD.replace("manifest = 1", "manifest = 2"), "manifest: 2; expected manifest = 1"),
     "a misspelt key": (GOOD.replace("why =", "reason ="), "patch.my-fix.why: missing; expected a string"),
     "an extra key": (GOOD.replace("why =", "whom = 1\nwhy ="), "patch.my-fix.whom: unknown key, found 1"),
@@ -90,7 +90,8 @@ BROKEN = {
     "an inside that is no header": (GOOD + "inside = 'x = 1'\n", "inside: "),
     "stand-ins that run code": (GOOD + 'given = ["SRC = open(1)"]\n', r"given: 'open\(1\)'"),
     "stand-ins that assign nothing": (GOOD + 'given = ["tensor(1)"]\n', "given: found 'tensor"),
-    "a target for a shipped fix": (GOOD.replace("my-fix", "kv-swap").replace("why =", "default = true\nwhy ="), "patch.kv-swap.why: unknown key.*only 'default'"),
+    "a target for a shipped fix": (GOOD.replace("my-fix", "kv-swap").replace("why =", "default = true\nwhy ="), "patch.kv-swap.why: unknown key.*only 'default', since patches.toml defines this fix"),
+    "a fix of a shipped name": (GOOD.replace("my-fix", "kv-swap"), "patch.kv-swap: found why, target; expected only 'default', since patches.toml"),
     "an id in capitals": (GOOD.replace("my-fix", "My_Fix"), "patch.My_Fix: found this id"),
     "a replacement of unknown name": (GOOD[: GOOD.index("[[patch.my-fix.target.rewrite]]")] + "[patch.my-fix.target.replace]\nput = 'x'\nknown = []\n", "replace.put: 'x'"),
     "a hash that is none": (GOOD[: GOOD.index("[[patch.my-fix.target.rewrite]]")] + "[patch.my-fix.target.replace]\nput = 'to_device'\nknown = ['x']\n", "replace.known: 'x'"),

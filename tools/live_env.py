@@ -146,7 +146,7 @@ def make_base(directory: Path, release: str, recipe: Release) -> None:
     (directory / STAMP).write_text("{}")
     run(f"virtual environment in {directory}", [sys.executable, "-m", "venv", directory])
     python = directory / "bin/python"
-    run("uv, for which 170 packages are a tenth of the time that pip takes", [*pip(python, "install"), recipe.uv])
+    run("uv, which installs 170 packages in a tenth of pip's time", [*pip(python, "install"), recipe.uv])
     with tempfile.TemporaryDirectory(prefix="h2d-live-") as scratch:
         folder = Path(scratch)
         run(

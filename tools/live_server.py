@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What vLLM on the CPU needs to start quickly with tools/tiny_model.py (FACTS 8). Without TORCHDYNAMO_DISABLE the worker
+# What vLLM on the CPU needs to start quickly with tools/tiny_model.py. Without TORCHDYNAMO_DISABLE the worker
 # spends 20-40 s compiling C++ in spite of --enforce-eager, and fails on a machine that has no C++ compiler.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -57,8 +57,8 @@ def asynchronous_already(source: torch.Tensor, ring: Ring, same_order: bool) -> 
     """
     return (
         ring.device.type == "cuda"
-        and source.is_pinned()
         and (source.is_contiguous() or (same_order and _dense(source)))
+        and source.is_pinned()  # last: it asks the driver
     )
 
 

@@ -12,7 +12,7 @@ from h2d_patch.copies.h2d import NOTHING_TO_COPY, asynchronous_already, dense_st
 from h2d_patch.copies.snapshot import snapshot
 from h2d_patch.copies.staging import ALIGNMENT, Piece, Ring, current_ring
 
-# FlashInfer's plan() keeps this one (FACTS 7), and a ring piece must not outlive the call.
+# FlashInfer's plan() keeps this one (docs/measurements.md), and a ring piece must not outlive the call.
 KEPT_BY_CALLEE: Final = frozenset({"seq_lens"})
 
 

@@ -110,7 +110,7 @@ def _look(
 def _rows_pinned(tensor: torch.Tensor, known: Ranges, pinned_range: PinnedRange) -> list[tuple[int, int]] | str:
     """The ranges not in `known` that hold the rows of `tensor`, or why a row is not held.
 
-    What lies between the rows is not asked for: vLLM may register one worker's slots only (FACTS 7).
+    What lies between the rows is not asked for: vLLM may register one worker's slots only (docs/measurements.md).
     """
     rows, row_bytes = tensor.shape[0], tensor.shape[1] * tensor.element_size()
     starts = tensor.data_ptr() + np.arange(rows, dtype=np.int64) * (tensor.stride(0) * tensor.element_size())

@@ -13,8 +13,8 @@ from h2d_patch.copies.cuda import pinned_range
 from h2d_patch.copies.ranges import Checked, Swappable
 from h2d_patch.copies.staging import Ring, current_ring
 
-# Where the kernel beats the driver's batch: (largest block in bytes, fewest blocks). Measured on an H200: FACTS.md
-# section 5, where both lines lie elsewhere for each direction.
+# Where the kernel beats the driver's batch: (largest block in bytes, fewest blocks). On an H200, where both lines lie
+# elsewhere for each direction (docs/measurements.md).
 CPU_TO_GPU: Final = ((24 << 10, 16), (64 << 10, 1024))
 GPU_TO_CPU: Final = ((32 << 10, 128),)
 

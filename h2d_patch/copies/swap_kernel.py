@@ -1,7 +1,7 @@
 """Copies many small blocks between pinned host memory and the device with a few programs, in either direction.
 
 Why: a driver batch (`cuMemcpyBatchAsync`) spends about as long on each block below 32 KiB or so, whatever its size; a
-kernel that reads or writes host memory by itself does not (FACTS.md section 5; same idea: vllm-project/vllm#42212).
+kernel that reads or writes host memory by itself does not (docs/measurements.md; same idea: vllm-project/vllm#42212).
 
 Layout: `descriptors` is int64 `[3, blocks]` on the device: addresses to read, addresses to write, bytes. Host addresses
 must be pinned and mapped at the same address. Program p copies blocks p, p + programs, …, each in chunks.
@@ -17,7 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Within 5 % of the best Triton kernel of FACTS section 5 from 8 KiB up, and few enough to leave the SMs to the model.
+# Within 5 % of the best Triton kernel from 8 KiB up (docs/measurements.md), and few enough to leave the model its SMs.
 PROGRAMS = 16
 WARPS = 8
 CHUNK_BYTES = 8192

@@ -58,6 +58,11 @@ class Target:
     note: str | None = None
 
     @property
+    def span(self) -> str:
+        """`releases` for a person, its beginning first."""
+        return ",".join(sorted(map(str, self.releases), key=lambda part: part[0] != ">")) or "of any release"
+
+    @property
     def module(self) -> str:
         return self.function.partition(":")[0]
 
@@ -89,14 +94,16 @@ def recognise(target: Target, definition: Definition, release: Version | None) -
     elif verdict is Verdict.UPSTREAM and target.fixed_in:
         reason = f"{reason} (since {target.fixed_in})"
     if verdict is Verdict.REFUSED and release is not None and not target.releases.contains(release, prereleases=True):
-        return Recognition(Verdict.ABSENT, f"the fault is in vLLM {target.releases}; here, {reason}")
+        return Recognition(
+            Verdict.ABSENT, f"not in this release: the fault is in vLLM {target.span}, and here {reason}"
+        )
     return Recognition(verdict, reason)
 
 
 def recognise_statically(target: Target, source: ModuleSource | None, release: Version | None) -> Recognition:
     """The verdict from a module's source alone; `source` is None where the release has no such module."""
     if source is None:
-        return Recognition(Verdict.ABSENT, f"this release has no module {target.module}")
+        return Recognition(Verdict.ABSENT, f"there is no module {target.module} here")
     definitions = source.named(target.qualname)
     if not definitions:
         return Recognition(Verdict.ABSENT, f"this release has no {target.qualname} in {target.module}")

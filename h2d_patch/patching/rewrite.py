@@ -44,7 +44,8 @@ class Rewrite:
         found = self.find.find(function)
         if len(found) not in self.times:
             expected = " or ".join(str(number) for number in self.times)
-            raise Refused(f"the copying expression occurs {len(found)} times in it, expected {expected}")
+            lines = f" (lines {', '.join(str(match.line) for match in found)})" if found else ""
+            raise Refused(f"the copying expression occurs {len(found)} times in it{lines}, expected {expected}")
         inner = {id(node) for match in found for root in match.nodes for node in ast.walk(root) if node is not root}
         if any(id(root) in inner for match in found for root in match.nodes):
             raise Refused("the copying expression occurs inside another of its kind")

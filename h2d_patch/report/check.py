@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +40,9 @@ class Installed:
         """The directory of a top-level package, or None."""
         if self._directory is not None:
             path = self._directory / name
-            return path if (path / "__init__.py").is_file() else None
+            if (path / "__init__.py").is_file():
+                return path
+            return path.with_suffix(".py") if path.with_suffix(".py").is_file() else None
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):
@@ -67,8 +70,10 @@ class Site(Installed):
         super().__init__(directory)
         root = self.package("vllm")
         if root is None:
-            place = f"in {directory}" if directory else "for this Python"
-            raise ConfigurationError(f"no vLLM {place}; expected a package vllm (an unpacked wheel with --site DIR)")
+            place = f"in {directory}" if directory else f"installed for {sys.executable}"
+            raise ConfigurationError(
+                f"no vLLM {place}; expected to run in vLLM's environment, or --site DIR with DIR/vllm in it"
+            )
         self.vllm = root
 
     def release(self) -> str | None:
@@ -89,8 +94,11 @@ class Site(Installed):
         return None
 
 
-def check(manifest: Manifest, site: Site) -> Iterator[Checked]:
-    """The verdict on every target of `manifest` for the vLLM in `site`; each module is read once."""
+def check(manifest: Manifest, site: Site, selected: Collection[str] | None = None) -> Iterator[Checked]:
+    """The verdict on every target of `manifest` for the vLLM in `site`; each module is read once.
+
+    Where a target applies, its reason says so if its fix is not among `selected` (None: those on by default).
+    """
     release = parsed(site.release())
     sources: dict[str, ModuleSource | None] = {}
     refusals: dict[str, str] = {}
@@ -108,7 +116,11 @@ def check(manifest: Manifest, site: Site) -> Iterator[Checked]:
                 result = recognise_statically(target, sources[target.module], release)
             except (RecursionError, MemoryError):
                 result = Recognition(Verdict.REFUSED, f"{target.qualname} is nested too deeply to be read")
-        yield Checked(fix.id, target.function, result.verdict, result.reason)
+        reason = result.reason
+        if result.verdict is Verdict.APPLIES and not (fix.default if selected is None else fix.id in selected):
+            unasked = "off by default" if selected is None else "not selected by H2D_PATCH"
+            reason = f"{unasked}; {reason}" if reason else unasked
+        yield Checked(fix.id, target.function, result.verdict, reason)
 
 
 def parsed(release: str | None) -> Version | None:

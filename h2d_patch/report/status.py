@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 from .state import ProcessState
 
 ENTRY_POINT = "h2d_patch"
+# Reasons that both the process that writes them and the table know.
+NOT_SELECTED = "not selected by H2D_PATCH"
+DOES_NOT_APPLY = "does not apply"
 ROLES = {"api-server": "API server", "engine-core": "engine core", "worker": "worker", "inspector": "inspector"}
 
 
@@ -19,10 +24,13 @@ def as_json(states: Iterable[ProcessState], why_nothing: Sequence[str]) -> dict[
 
 
 def as_text(states: Sequence[ProcessState], directory: Path, why_nothing: Sequence[str], everything: bool) -> str:
-    """One table for each process; targets whose modules it has not loaded only where `everything` is asked for."""
+    """One table for each process, of what an operator would act on; of every target where `everything` is asked for."""
     parts = [_process(state, everything) for state in states]
     if not states:
-        parts.append(f"No process has written its state to {directory}.")
+        parts.append(
+            f"No process has written its state to {directory}. "
+            "(status must run as the server's user, with the same H2D_PATCH_RUN_DIR.)"
+        )
     return "\n\n".join([*parts, *why_nothing])
 
 
@@ -52,17 +60,27 @@ def why_nothing(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[
     reasons = [f"In this environment, {reason}." for reason in _left_out(environ, expects=False)]
     for directory in proc.glob("[0-9]*"):
         try:
-            arguments = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            command = " ".join(arguments).strip()
-            ours = "h2d-patch" in (os.path.basename(argument) for argument in arguments[:2])
-            if "vllm" not in command or ours or int(directory.name) == os.getpid():
+            arguments = (directory / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+            if not _serves(arguments) or int(directory.name) == os.getpid():
                 continue
             pairs = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
         env = dict(pair.partition("=")[::2] for pair in pairs)
-        reasons += [f"Process {directory.name} ({command[:60]}): {reason}." for reason in _left_out(env, expects=True)]
+        name = " ".join(arguments[-2:] if arguments[0].startswith("VLLM::") else arguments[:4])
+        reasons += [f"Process {directory.name} ({name}): {reason}." for reason in _left_out(env, expects=True)]
     return reasons
+
+
+def _serves(arguments: Sequence[str]) -> bool:
+    """Whether a command line starts a vLLM server: `vllm serve …`, or a module of vLLM's run as a program."""
+    names = [os.path.basename(argument) for argument in arguments[:3]]
+    if "vllm" in names[:2] and "serve" in arguments[1:3]:
+        return True
+    return any(
+        flag == "-m" and module.startswith("vllm.") and module != "vllm.model_executor.models.registry"
+        for flag, module in itertools.pairwise(arguments)
+    )
 
 
 def _left_out(environ: Mapping[str, str], expects: bool) -> list[str]:
@@ -80,6 +98,8 @@ def _process(state: ProcessState, everything: bool) -> str:
     rank = f" {content['rank']}" if content.get("rank") is not None else ""
     dead = "" if state.alive else "  (dead; h2d-patch status --clean removes it)"
     title = f"{content['pid']}  {role}{rank}  vLLM {content.get('vllm') or 'unknown'}{dead}"
+    if not state.alive and not everything and "error" not in content:
+        return title
     if error := content.get("error"):
         return f"{title}\n  {error}"
     rows = [
@@ -93,15 +113,27 @@ def _process(state: ProcessState, everything: bool) -> str:
             target["reason"],
         ]
         for target in content.get("targets", [])
-        if everything or target["verdict"] != "pending"
+        if everything or not _left_out_of_table(target)
     ]
     notes = [f"  {note}" for note in content.get("device", {}).get("notes", [])]
-    if hidden := len(content.get("targets", [])) - len(rows):
-        notes.append(f"  and {hidden} pending, whose modules this process has not loaded (--all shows them)")
+    if not everything and (hidden := Counter(filter(None, map(_left_out_of_table, content.get("targets", []))))):
+        notes.append(f"  and {', '.join(f'{number} {why}' for why, number in hidden.items())} (--all shows them)")
     if not rows:
         return "\n".join([title, *notes])
     header = ["fix", "function", "verdict", "calls", "fallbacks", "self-test ms", "reason"]
     return "\n".join([title, table(header, rows), *notes])
+
+
+def _left_out_of_table(target: Mapping[str, Any]) -> str | None:
+    """Why a row would tell an operator nothing: this process has no use for the target, or nobody asked for it."""
+    verdict, reason = target["verdict"], target["reason"]
+    if verdict == "pending":
+        return "whose modules this process has not loaded"
+    if verdict == "off" and reason == NOT_SELECTED:
+        return "not selected"
+    if verdict in ("absent", "upstream") and not reason.startswith(DOES_NOT_APPLY):
+        return "that this release does not need"
+    return None
 
 
 def _is_number(text: str) -> bool:

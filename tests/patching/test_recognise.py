@@ -50,7 +50,7 @@ def test_an_unknown_source_is_refused_where_the_fault_is_expected_and_absent_els
     assert verdict(OTHER, None)[0] == "refused"
     assert verdict(OTHER, "0.30.0") == (
         "absent",
-        "the fault is in vLLM <0.28; here, the copying expression occurs 0 times in it, expected 1",
+        "not in this release: the fault is in vLLM <0.28, and here the copying expression occurs 0 times in it, expected 1",
     )
 
 
@@ -64,7 +64,7 @@ def test_what_supersedes_upstream_s_fix_applies_beside_it_and_says_why() -> None
 
 
 def test_a_missing_module_or_function_is_absent() -> None:
-    assert verdict(None, "0.22.1") == ("absent", "this release has no module m")
+    assert verdict(None, "0.22.1") == ("absent", "there is no module m here")
     assert verdict("def g(): pass\n", "0.22.1") == ("absent", "this release has no f in m")
 
 

@@ -193,3 +193,21 @@ def test_source_that_is_nested_too_deeply_is_refused_not_a_crash(site_0_22_1: Pa
     finally:
         path.write_text(original, encoding="utf-8")
     assert {row.verdict.value for row in found} <= {"refused", "applies"}
+
+
+def test_check_says_what_h2d_patch_leaves_out_and_finds_single_file_modules(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    (tmp_path / "flat_model.py").write_text("def f(x, d):\n    return x.to(d, non_blocking=True)\n")
+    (tmp_path / "ours.toml").write_text(
+        "manifest = 1\n[patch.ours]\nwhy = 'x'\ndefault = false\n[[patch.ours.target]]\nfunction = 'flat_model:f'\n"
+        "[[patch.ours.target.rewrite]]\nfind = 'S.to(D, non_blocking=True)'\nput = 'to_device(S, D)'\n"
+    )
+    monkeypatch.setenv("H2D_PATCH_MANIFEST", str(tmp_path / "ours.toml"))
+    for value, reason in (("", "off by default"), ("ours", ""), ("kv-swap", "not selected by H2D_PATCH")):
+        monkeypatch.setenv("H2D_PATCH", value)
+        assert main(["check", "--json", "--site", str(tmp_path)]) == 0
+        row = json.loads(capsys.readouterr().out)["targets"][-1]
+        assert (row["verdict"], row["reason"]) == ("applies", reason)

@@ -1,0 +1,48 @@
+"""Whom `status` names when nothing is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from h2d_patch.report.status import why_nothing
+
+
+def process(proc: Path, pid: int, arguments: list[str], **environ: str) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "cmdline").write_bytes("\0".join([*arguments, ""]).encode())
+    (proc / str(pid) / "environ").write_bytes("\0".join(f"{k}={v}" for k, v in environ.items()).encode())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["/usr/bin/python3", "/opt/vllm/bin/vllm", "serve", "model"],
+        ["/opt/vllm/bin/vllm", "serve", "model"],
+        ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "x"],
+    ],
+)
+def test_a_server_without_us_is_named_with_the_reason(tmp_path: Path, arguments: list[str]) -> None:
+    process(tmp_path, 4194300, arguments)
+    process(tmp_path, 4194301, arguments, H2D_PATCH="1", VLLM_PLUGINS="other")
+    process(tmp_path, 4194302, arguments, H2D_PATCH="1")
+    said = sorted(why_nothing({}, tmp_path))
+    assert len(said) == 2
+    assert "4194300" in said[0] and "H2D_PATCH is not set" in said[0]
+    assert "4194301" in said[1] and "VLLM_PLUGINS='other' leaves h2d_patch out" in said[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tail", "-f", "/tmp/vllm.log"],
+        ["/opt/vllm/bin/python", "-c", "import vllm"],
+        ["python", "-m", "vllm.model_executor.models.registry"],
+        ["vim", "vllm"],
+        [""],
+    ],
+)
+def test_other_processes_are_left_alone(tmp_path: Path, arguments: list[str]) -> None:
+    process(tmp_path, 4194300, arguments)
+    assert why_nothing({}, tmp_path) == []
