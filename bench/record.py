@@ -31,7 +31,7 @@ def provenance() -> dict[str, Any]:
             continue
     return {
         "commit": commit or "unknown",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [os.path.basename(argument) for argument in sys.argv],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
