@@ -99,8 +99,6 @@ class Process:
             for fix, target in manifest.targets()
         ]
         self.switches = {fix: Switch() for fix in selected}
-        self.device: dict[str, Any] = {}
-        self._worker: Any = None
         self._kept_off: dict[str, str] = {}  # fix id → why it stays off in this process
         self._failed: dict[str, str] = {}  # fix id → the error of ours that turned it off
         self._gpu_failures: dict[Target, str] = {}
@@ -111,14 +109,15 @@ class Process:
         self.writer = StateWriter(settings.run_dir, self.state)
 
     def renew(self) -> None:
-        """What a forked child must not inherit: pid, role, counts, and locks that another thread may have held."""
+        """What a forked child must not inherit: role, device, counts, and locks that another thread may have held."""
         self.lock = threading.RLock()
         for switch in self.switches.values():
             switch.renew()
-        self.pid = os.getpid()
         self.started = time.time()
         self.is_worker = False
         self.rank: int | None = None
+        self.device: dict[str, Any] = {}
+        self._worker: Any = None
         for patch in self.patches:
             patch.site.calls = patch.site.fallbacks = 0
             patch.site.reasons = {}
@@ -373,13 +372,14 @@ class Process:
 current: Process | None = None
 _start_lock = threading.Lock()
 _gc_is_paused = False
+_refused = False
 
 
 def start() -> None:
     """Reads settings and manifest and watches for the modules; does nothing where that has been done already."""
-    global current
+    global current, _refused
     with _start_lock:
-        if current is not None:
+        if current is not None or _refused:
             return
         try:
             settings = Settings.from_environ()
@@ -390,6 +390,7 @@ def start() -> None:
             current = Process(settings, manifest, selected)
         except Exception as error:
             _refuse_to_start(error)
+            _refused = True  # said once; with strict, every time
             return
         chosen = ", ".join(sorted(selected)) or "no fix selected"
         logger.info("h2d_patch %s: %s (h2d-patch status)", __version__, chosen)
@@ -460,7 +461,7 @@ def _nothing_escapes(doing: str) -> Iterator[None]:
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Parsing makes hundreds of thousands of objects: collections take 350 ms of an API server's start (REWRITING)."""
+    """Parsing makes hundreds of thousands of objects: collections took 350 ms of an API server's start."""
     global _gc_is_paused
     if not gc.isenabled():
         yield

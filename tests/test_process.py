@@ -243,7 +243,7 @@ def test_a_function_wrapped_by_another_plugin_is_refused_and_the_plugin_named(se
 def test_a_bad_setting_leaves_the_server_running_unpatched_and_is_said(
     server: Server, name: str, value: str, says: str
 ) -> None:
-    done = server.run(CALL, **{name: value})
+    done = server.run(CALL + "register()\n", **{name: value})
     assert done.stdout.splitlines() == ["[2.0, 2.0, 2.0]", "inert"]
     assert says in done.stderr and len([line for line in done.stderr.splitlines() if "h2d_patch" in line]) == 1
     assert says in server.states()[0]["error"]

@@ -76,13 +76,13 @@ class CpuLink:
         for row in range(rows):
             ctypes.memmove(dst + row * pitch, src + row * width, width)
 
-    def new(self) -> None:
-        return None
+    def new(self) -> int:
+        return 0
 
-    def record(self, event: None, stream: int) -> None:
+    def record(self, event: int, stream: int) -> None:
         pass
 
-    def finished(self, event: None) -> bool:
+    def finished(self, event: int) -> bool:
         return True
 
 

@@ -239,3 +239,10 @@ def test_a_forked_child_has_no_ring_and_the_parent_keeps_its_own(make_ring):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert 0 in staging.process.rings
     staging.process = ours
+
+
+def test_a_ring_of_ordinary_memory_takes_pieces_of_any_size_one_behind_the_other():
+    ring = staging.Ring(torch.empty(16 << 10, dtype=torch.uint8), staging.CpuLink(), torch.device("cpu"))
+    for nbytes in (100, 1024, 300, 5000, 1, 16 << 10) * 20:
+        assert type(submit(ring, nbytes)) is staging.Piece
+    assert ring.in_use() == 0
