@@ -20,7 +20,7 @@ from .manifest import Manifest, load
 from .patching.recognise import Verdict
 from .report import status
 from .report.check import Site, check
-from .report.state import read_states
+from .report.state import clean, read_states
 from .settings import ConfigurationError, Settings
 
 BAD = ("refused", "failed")
@@ -109,9 +109,7 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
 def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
     states = list(read_states(settings.run_dir))
     if options.clean:
-        for state in states:
-            if not state.alive:
-                state.path.unlink(missing_ok=True)
+        clean(settings.run_dir, states)
         states = [state for state in states if state.alive]
     patched = any(state.alive and "error" not in state.content for state in states)
     notes = [] if patched else status.why_nothing(os.environ)

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..settings import ConfigurationError, checked_run_dir
 SCHEMA = 1
 WRITE_EVERY_S = 1.0
 _PREFIX = "state-"
+_LEFT_BEHIND_S = 60.0
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
 
@@ -112,6 +113,16 @@ def _check(path: Path, content: Any) -> None:
     if wrong:
         shown = repr(content.get(wrong[0]))[:80]
         raise ConfigurationError(f"{path}: {wrong[0]}: found {shown}; expected a state file, written by h2d_patch")
+
+
+def clean(directory: Path, states: Iterable[ProcessState]) -> None:
+    """Removes the states of processes that are gone, and what processes killed while writing have left."""
+    for state in states:
+        if not state.alive:
+            state.path.unlink(missing_ok=True)
+    for path in directory.glob(".*.tmp"):
+        if time.time() - path.lstat().st_mtime > _LEFT_BEHIND_S:
+            path.unlink(missing_ok=True)
 
 
 def start_time(pid: int) -> int | None:
