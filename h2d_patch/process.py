@@ -123,7 +123,8 @@ class Process:
             patch.site.reasons = {}
         # Another thread of the parent's may have been about to patch these; it is not in the child.
         loaded = dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING)
-        self._retry = [(name, self.module_loaded) for name in loaded if name in sys.modules]
+        startup = [(name, callback) for name, callback in self._retry if name == STARTUP_MODULE]
+        self._retry = startup + [(name, self.module_loaded) for name in loaded if name in sys.modules]
 
     def state(self) -> dict[str, Any]:
         return {
@@ -190,18 +191,18 @@ class Process:
     def _patch(self, patch: Patch, source: ModuleSource, located: Located) -> None:
         target = patch.target
         definition = source.definition_of(target.qualname, original_code(located.function))
-        foreign = located.foreign()
-        if foreign is not None or len(located.layers) > len(definition.decorator_list):
-            raise Refused(f"another package has wrapped it: {describe(foreign or located.found)}")
         recognition = recognise(target, definition, parsed(self.release))
         if recognition.verdict is not Verdict.APPLIES:
             self._decide(patch, recognition.verdict, recognition.reason)
             return
+        foreign = located.foreign(len(definition.decorator_list))
+        if foreign is not None:
+            raise Refused(f"another package has wrapped it: {describe(foreign)}")
         if keep_off := self._kept_off.get(patch.fix.id):
             self._decide(patch, Verdict.OFF, keep_off)
             return
         if failure := self._failed.get(patch.fix.id):
-            self._decide(patch, Verdict.FAILED, failure)
+            patch.verdict, patch.reason = Verdict.FAILED, failure  # said when it happened; no failure to start, either
             return
         if why := self._never_runs(target):
             self._decide(patch, Verdict.ABSENT, why)

@@ -708,3 +708,16 @@ def test_stand_ins_that_do_not_fit_are_a_failed_self_test(server: Server, given:
     (server.path / "ours.toml").write_text(MANIFEST.replace('"SRC = tensor(size(1, 50), 2)", "DEV = device"', given))
     shown = server.status("selftest")
     assert shown.returncode == 1 and "the stand-ins in 'given' do not fit 'find'" in shown.stdout
+
+
+def test_a_child_keeps_what_waits_for_the_device_start_up(server: Server) -> None:
+    script = """
+    register()
+    from h2d_patch import process
+    process.current._retry.append((process.STARTUP_MODULE, process.current._hook_startup))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if process.STARTUP_MODULE in dict(process.current._retry) else 1)
+    print(os.waitpid(child, 0)[1])
+    """
+    assert server.run(script).stdout.split() == ["0"]

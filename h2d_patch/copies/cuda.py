@@ -99,24 +99,53 @@ class Runtime:
 
 
 class CudaLink:
-    """One device as the ring sees it: its current stream, copies to it, and events that say when they are done."""
+    """One device as the ring sees it: its current stream, copies to it, and events that say when they are done.
+
+    Stream 0 means the default stream of whatever device is current, which need not be this one.
+    """
 
     def __init__(self, index: int, runtime: Runtime) -> None:
         self._index = index
         self._runtime = runtime
-        self.copy = runtime.copy
-        self.copy_rows = runtime.copy_rows
-        self.record = runtime.record
-        self.finished = runtime.finished
-        self.is_capturing = runtime.is_capturing
         self._current_stream = torch._C._cuda_getCurrentRawStream
+        self._current_device = torch._C._cuda_getDevice
 
     def stream(self) -> int:
         return int(self._current_stream(self._index))
 
+    def is_capturing(self, stream: int) -> bool:
+        if stream or self._current_device() == self._index:
+            return self._runtime.is_capturing(stream)
+        with torch.cuda.device(self._index):
+            return self._runtime.is_capturing(stream)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        if stream or self._current_device() == self._index:
+            self._runtime.copy(dst, src, nbytes, stream)
+            return
+        with torch.cuda.device(self._index):
+            self._runtime.copy(dst, src, nbytes, stream)
+
+    def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
+        if stream or self._current_device() == self._index:
+            self._runtime.copy_rows(dst, pitch, src, width, rows, stream)
+            return
+        with torch.cuda.device(self._index):
+            self._runtime.copy_rows(dst, pitch, src, width, rows, stream)
+
     def new(self) -> int:
         with torch.cuda.device(self._index):
             return self._runtime.new_event()
+
+    def record(self, event: int, stream: int) -> None:
+        if stream or self._current_device() == self._index:
+            self._runtime.record(event, stream)
+            return
+        with torch.cuda.device(self._index):
+            self._runtime.record(event, stream)
+
+    def finished(self, event: int) -> bool:
+        return self._runtime.finished(event)
 
 
 def _loaded_runtime() -> str:

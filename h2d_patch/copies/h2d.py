@@ -9,11 +9,12 @@ import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
 from h2d_patch.copies.snapshot import copy_bytes, snapshot
-from h2d_patch.copies.staging import DTYPES, NOT_TO_CUDA, Ring, ring_for
+from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
 # From here on in parts, of this size: the first is on its way while the second is copied into the ring.
 _IN_PARTS_BYTES: Final = 16 << 20
 _PART_BYTES: Final = 8 << 20
+_MOST_PITCH: Final = 1 << 31  # of cudaMemcpy2D
 
 NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
 NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
@@ -170,7 +171,11 @@ def _send(
 
 
 def _send_in_parts(ring: Ring, source: int, target: int, nbytes: int) -> Declined | None:
-    """The same for dense memory, in parts: one travels while the next is copied into the ring, which may be smaller."""
+    """The same for dense memory, in parts: one travels while the next is copied into the ring."""
+    if nbytes > ring.capacity:
+        return TOO_LARGE
+    if ring.room() < nbytes:  # what is started is finished, but for other threads that take the room meanwhile
+        return FULL
     part = min(_PART_BYTES, ring.capacity // 4)
     for start in range(0, nbytes, part):
         length = min(part, nbytes - start)
@@ -232,7 +237,8 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
     with piece:
         snapshot(src, piece, strides)
         piece.submitted = True
-        if src.dtype == dst.dtype and len(shape) == 2 and dst.stride(1) == 1 and dst.stride(0) >= shape[1]:
+        pitched = src.dtype == dst.dtype and len(shape) == 2 and dst.stride(1) == 1 and dst.stride(0) >= shape[1]
+        if pitched and dst.stride(0) * dst.itemsize < _MOST_PITCH:
             size = dst.itemsize
             width = shape[1] * size
             ring.link.copy_rows(dst.data_ptr(), dst.stride(0) * size, piece.address, width, shape[0], piece.stream)

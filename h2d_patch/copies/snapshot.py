@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
 import torch
@@ -19,27 +19,28 @@ _MOST_THREADS: Final = 8
 _SMALLEST_SHARE: Final = 1 << 20
 # Row by row with memmove where there are few rows; where there are many, torch's copy takes less time than Python.
 _MOST_ROWS: Final = 64
-
-_libc = ctypes.CDLL(None)
-_memcpy = _libc.memcpy  # lets other threads run; ctypes.memmove does not, and is quicker for a few bytes
-_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_memcpy.restype = None
+_START_S: Final = 10.0
 
 
 class _Threads:
-    """The threads that copy, made at the first large copy of a process."""
+    """The threads that copy. There are none before device start-up, nor in a forked child."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self.pool: ThreadPoolExecutor | None = None
         # Half of what this process may use: the rest is the engine's.
         self.number = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
-    def pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.number - 1, thread_name_prefix="h2d_patch-snapshot")
-            return self._pool
+    def start(self) -> None:
+        """All of them at once, so that a copy never starts one: an executor queues work before it starts a thread."""
+        others = self.number - 1
+        if self.pool is not None or not others:
+            return
+        pool = ThreadPoolExecutor(others, thread_name_prefix="h2d_patch-snapshot")
+        barrier = threading.Barrier(others + 1)
+        for _ in range(others):
+            pool.submit(barrier.wait, _START_S)
+        barrier.wait(_START_S)
+        self.pool = pool
 
 
 _threads = _Threads()
@@ -54,30 +55,40 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def start_threads() -> None:
-    """At device start-up, so that no copy waits for threads to start."""
-    if _threads.number > 1:
-        pool = _threads.pool()
-        wait([pool.submit(int) for _ in range(_threads.number - 1)])
+    """At device start-up. Raises where they cannot be had."""
+    _threads.start()
 
 
 def copy_bytes(dst: int, src: int, nbytes: int) -> None:
-    """`nbytes` from address to address, in host memory that does not overlap."""
-    if nbytes < PARALLEL_BYTES:
+    """`nbytes` from address to address, in host memory that does not overlap. Other Python threads run meanwhile."""
+    pool = _threads.pool
+    shares = min(_threads.number, nbytes // _SMALLEST_SHARE)
+    if pool is None or nbytes < PARALLEL_BYTES or shares < 2:
         ctypes.memmove(dst, src, nbytes)
         return
-    shares = min(_threads.number, nbytes // _SMALLEST_SHARE)
-    if shares < 2:
-        _memcpy(dst, src, nbytes)
-        return
     share = -(-nbytes // shares) + 63 & ~63
-    pool = _threads.pool()
-    rest = [
-        pool.submit(_memcpy, dst + start, src + start, min(share, nbytes - start))
-        for start in range(share, nbytes, share)
-    ]
-    _memcpy(dst, src, min(share, nbytes))
+    rest: list[Future[object]] = []
+    try:
+        for start in range(share, nbytes, share):
+            rest.append(pool.submit(ctypes.memmove, dst + start, src + start, min(share, nbytes - start)))
+        ctypes.memmove(dst, src, min(share, nbytes))
+    finally:
+        _finish(rest)
     for future in rest:
         future.result()
+
+
+def _finish(futures: list[Future[object]]) -> None:
+    """Waits whatever happens: nobody may write to the piece, or read the source, once this has returned or raised."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as error:  # a signal's
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def snapshot(source: torch.Tensor, piece: Piece, strides: tuple[int, ...], skip: int = 0) -> None:

@@ -206,6 +206,10 @@ class Ring:
             self._reclaim()
             return self._head - self._tail
 
+    def room(self) -> int:
+        """Bytes that could be handed out now, in pieces."""
+        return int(self.capacity - self.in_use())
+
     def _record(self, batch: _Batch) -> None:
         event = self._idle_events.pop() if self._idle_events else self.link.new()
         try:

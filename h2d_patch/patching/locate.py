@@ -43,11 +43,17 @@ class Located:
     function: types.FunctionType
     layers: tuple[Any, ...]
 
-    def foreign(self) -> Any:
-        """The outermost wrapper that is neither the release's own nor Python's or torch's; None where there is none."""
+    def foreign(self, decorators: int) -> Any:
+        """The outermost wrapper that another package has put around it; None where there is none.
+
+        Wrappers written in the function's own package are the release's own. Of those that Python or torch make, as
+        many may be as its source has `decorators`.
+        """
         package = self.function.__globals__.get("__name__", "").partition(".")[0]
-        ours = {package, "torch", *sys.stdlib_module_names}
-        return next((layer for layer in self.layers if _origin(layer).partition(".")[0] not in ours), None)
+        others = [layer for layer in self.layers if _origin(layer).partition(".")[0] != package]
+        made = {"torch", *sys.stdlib_module_names}
+        unknown = next((layer for layer in others if _origin(layer).partition(".")[0] not in made), None)
+        return others[0] if unknown is None and len(others) > decorators else unknown
 
     @property
     def clear_cache(self) -> Callable[[], object] | None:

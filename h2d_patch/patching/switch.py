@@ -31,7 +31,7 @@ class Site:
 
     @property
     def on(self) -> bool:
-        return self._on and not Site.compiling()
+        return not Site.compiling() and self._on  # in this order: a traced function does not depend on the switch
 
     @on.setter
     def on(self, value: bool) -> None:

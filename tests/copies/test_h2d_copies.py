@@ -397,3 +397,16 @@ def test_bytes_of_a_bool_that_are_neither_0_nor_1_arrive_as_they_are(ledger):
     with copies.forced_staging():
         arrived = copies.to_device.bind(ledger)(odd.view(torch.bool), "cpu")
     assert torch.equal(arrived.view(torch.uint8), odd) and not ledger.errors
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "reason"), [(33 << 20, "larger than the staging region"), (20 << 20, "staging is full")]
+)
+def test_a_large_copy_is_not_started_where_it_does_not_fit(ledger, make_ring, held, force, nbytes, reason):
+    ring = force(make_ring(32 << 20))
+    with ring.reserve(16 << 20) as piece:
+        piece.submitted = True
+    before = ring.in_use()
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    assert torch.equal(copies.to_device.bind(ledger)(source, "cpu"), source)
+    assert ledger.reasons == [reason] and ring.in_use() == before

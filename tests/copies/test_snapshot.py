@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -23,12 +24,14 @@ def test_every_byte_arrives_and_none_beside_it(monkeypatch, threads, nbytes):
     target = torch.zeros(nbytes + 128, dtype=torch.uint8)
     ours = snapshot._Threads()
     ours.number = threads
+    ours.start()
     monkeypatch.setattr(snapshot, "_threads", ours)
     snapshot.copy_bytes(target.data_ptr() + 64, source.data_ptr() + 64, nbytes)
     assert torch.equal(target[64 : 64 + nbytes], source[64 : 64 + nbytes])
     assert not target[:64].any() and not target[64 + nbytes :].any()
-    if ours._pool is not None:
-        ours._pool.shutdown()
+    if ours.pool is not None:
+        assert len(ours.pool._threads) == threads - 1, "all of them were there before the copy"
+        ours.pool.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,40 @@ def test_a_forked_child_copies_with_threads_of_its_own():
         snapshot.copy_bytes(target.data_ptr(), source.data_ptr(), 8 << 20)
         os._exit(0 if bytes(target[-4:].tolist()) == b"\1\1\1\1" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_nothing_is_written_after_a_copy_that_raised(monkeypatch):
+    class Slow:
+        """A pool whose second share takes its time, and which then refuses the third."""
+
+        def __init__(self, pool):
+            self._pool, self._taken = pool, 0
+
+        def submit(self, function, *args):
+            self._taken += 1
+            if self._taken == 2:
+                raise RuntimeError("no more threads")
+            return self._pool.submit(lambda: (time.sleep(0.2), function(*args)))
+
+    ours = snapshot._Threads()
+    ours.number = 3
+    ours.start()
+    pool = ours.pool
+    ours.pool = Slow(pool)
+    monkeypatch.setattr(snapshot, "_threads", ours)
+    source, target = torch.ones(9 << 20, dtype=torch.uint8), torch.zeros(9 << 20, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        snapshot.copy_bytes(target.data_ptr(), source.data_ptr(), 9 << 20)
+    before = target.clone()
+    time.sleep(0.4)
+    assert torch.equal(target, before)
+    pool.shutdown()
+
+
+def test_before_device_start_up_and_in_a_forked_child_one_thread_copies(monkeypatch):
+    ours = snapshot._Threads()
+    ours.number = 4
+    monkeypatch.setattr(snapshot, "_threads", ours)
+    source, target = torch.ones(9 << 20, dtype=torch.uint8), torch.zeros(9 << 20, dtype=torch.uint8)
+    snapshot.copy_bytes(target.data_ptr(), source.data_ptr(), 9 << 20)
+    assert ours.pool is None and torch.equal(source, target)

@@ -63,7 +63,7 @@ def test_wrapping_by_another_package_is_counted_and_can_be_named(make_module) ->
     module = make_module(SOURCE)
     module.f = wrapt.FunctionWrapper(module.f, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
     located = locate(module, "f")
-    assert located is not None and len(located.layers) == 1 and located.foreign() is located.found
+    assert located is not None and len(located.layers) == 1 and located.foreign(0) is located.found
 
 
 def test_the_release_s_own_python_s_and_torch_s_wrappers_are_not_foreign(make_module) -> None:  # type: ignore[no-untyped-def]
@@ -73,7 +73,7 @@ def test_the_release_s_own_python_s_and_torch_s_wrappers_are_not_foreign(make_mo
         "class C:\n    @staticmethod\n    @functools.lru_cache\n    @contextlib.contextmanager\n    @deco\n    def f():\n        yield 1\n"
     )
     located = locate(module, "C.f")
-    assert located is not None and len(located.layers) >= 4 and located.foreign() is None
+    assert located is not None and len(located.layers) >= 4 and located.foreign(4) is None
 
 
 def test_a_wrapper_is_foreign_where_the_release_s_decorator_added_none(make_module) -> None:  # type: ignore[no-untyped-def]
@@ -85,7 +85,7 @@ def test_a_wrapper_is_foreign_where_the_release_s_decorator_added_none(make_modu
         name="other_plugin",
     )
     located = locate(module, "f")
-    assert located is not None and located.foreign() is module.f and other
+    assert located is not None and located.foreign(1) is module.f and other
 
 
 def test_a_lazily_loaded_module_is_not_loaded_by_re_binding(make_module, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -159,3 +159,23 @@ def test_flipping_from_several_threads_leaves_all_sites_alike() -> None:
     for thread in threads:
         thread.join()
     assert len({site.on for site in sites}) == 1
+
+
+def test_two_wrappers_of_the_release_s_own_for_one_decorator_are_its_own(make_module) -> None:  # type: ignore[no-untyped-def]
+    module = make_module(
+        "import functools\n"
+        "def api(g):\n    @functools.wraps(g)\n    def inner(*a):\n        return g(*a)\n"
+        "    @functools.wraps(inner)\n    def dump(*a):\n        return inner(*a)\n    return dump\n"
+        "@api\ndef f(x):\n    return x\n"
+    )
+    located = locate(module, "f")
+    assert located is not None and len(located.layers) == 2 and located.foreign(1) is None
+
+
+def test_more_of_python_s_wrappers_than_decorators_are_someone_else_s(make_module) -> None:  # type: ignore[no-untyped-def]
+    import functools
+
+    module = make_module("class C:\n    def f(self, x):\n        return x\n")
+    module.C.f = functools.lru_cache(module.C.f)
+    located = locate(module, "C.f")
+    assert located is not None and located.foreign(0) is module.C.f
