@@ -302,8 +302,9 @@ class Process:
                 continue
             try:
                 run(patch.target, copies.EXPORTS, device, rounds=1)
-            except SelfTestFailed as failure:
-                self._gpu_failures[patch.target] = str(failure)
+            except Exception as error:  # memory that ran out in one test leaves the others to be made
+                failure = str(error) if isinstance(error, SelfTestFailed) else last_line(error)
+                self._gpu_failures[patch.target] = failure
                 if patch.verdict is Verdict.ACTIVE:
                     self._take_out(patch, Verdict.FAILED, f"self-test on {device}: {failure}")
         self.device["selftest_s"] = round(time.perf_counter() - start, 3)

@@ -721,3 +721,17 @@ def test_a_child_keeps_what_waits_for_the_device_start_up(server: Server) -> Non
     print(os.waitpid(child, 0)[1])
     """
     assert server.run(script).stdout.split() == ["0"]
+
+
+def test_an_error_in_a_gpu_self_test_is_a_failed_one_not_a_test_left_out(server: Server) -> None:
+    with_vllm(server, WORKER_BASE.replace('torch.device("cpu")', 'torch.device("cuda")'))
+    script = STARTED.replace(
+        "    print(WorkerWrapperBase()",
+        """    from h2d_patch.selftest import compare
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no more")
+    compare.run = out_of_memory
+    print(WorkerWrapperBase()""",
+    )
+    found = target(server.run(script))
+    assert found["verdict"] == "failed" and "OutOfMemoryError: no more" in found["reason"]
