@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Final
 
 import torch
+
+from h2d_patch.copies import native
+from h2d_patch.copies.snapshot import copy_rows
 
 RELAXED_CAPTURE: Final = 2  # cudaStreamCaptureModeRelaxed
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
@@ -24,75 +28,80 @@ class Runtime:
 
     def __init__(self) -> None:
         path = _loaded_runtime()
+        # What submits work may wait for room in the launch queue, and lets go of the GIL; what asks keeps it, which
+        # takes less time than letting go of it and getting it back.
         self._library = ctypes.CDLL(path)
+        asking = ctypes.PyDLL(path)
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
-        # Keeps the GIL: it takes less time than letting go of the GIL and asking for it again.
-        self._exchange_capture_mode = ctypes.PyDLL(path).cudaThreadExchangeStreamCaptureMode
         address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self._copy = self._library.cudaMemcpyAsync
-        self._copy.argtypes = [address, address, size, number, address]
-        self._copy_rows = self._library.cudaMemcpy2DAsync
-        self._copy_rows.argtypes = [address, size, address, size, size, size, number, address]
+        # The same as below, without a look at what they return: `check` does that.
+        self.memcpy: Final = self._library.cudaMemcpyAsync
+        self.memcpy.argtypes = [address, address, size, number, address]
+        self.memcpy_rows: Final = self._library.cudaMemcpy2DAsync
+        self.memcpy_rows.argtypes = [address, size, address, size, size, size, number, address]
         self._record = self._library.cudaEventRecord
         self._record.argtypes = [address, address]
-        self._query = self._library.cudaEventQuery
-        self._query.argtypes = [address]
-        self._is_capturing = self._library.cudaStreamIsCapturing
+        self._exchange_capture_mode = asking.cudaThreadExchangeStreamCaptureMode
+        self._query_event = asking.cudaEventQuery
+        self._query_event.argtypes = [address]
+        self._query_stream = asking.cudaStreamQuery
+        self._query_stream.argtypes = [address]
+        self._is_capturing = asking.cudaStreamIsCapturing
         self._is_capturing.argtypes = [address, ctypes.POINTER(number)]
 
     def allocate_pinned(self, nbytes: int) -> int:
         """The address of exactly `nbytes` of pinned memory. Raises OSError. torch would round up to a power of two."""
         address = ctypes.c_void_p()
-        self._check("cudaHostAlloc", self._library.cudaHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), 0))
+        self.check("cudaHostAlloc", self._library.cudaHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), 0))
         assert address.value is not None
         return address.value
 
     def free_pinned(self, address: int) -> None:
         """Give memory of `allocate_pinned` back; waits for the device. Raises OSError."""
-        self._check("cudaFreeHost", self._library.cudaFreeHost(ctypes.c_void_p(address)))
-
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Host to device, on `stream`. Raises OSError, having submitted nothing."""
-        if code := self._copy(dst, src, nbytes, _HOST_TO_DEVICE, stream):
-            self._check("cudaMemcpyAsync", code)
-
-    def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
-        """`rows` rows of `width` bytes that lie one behind the other at `src`, to every `pitch` bytes of `dst`."""
-        if code := self._copy_rows(dst, pitch, src, width, width, rows, _HOST_TO_DEVICE, stream):
-            self._check("cudaMemcpy2DAsync", code)
+        self.check("cudaFreeHost", self._library.cudaFreeHost(ctypes.c_void_p(address)))
 
     def new_event(self) -> int:
         """An event of the current device, never recorded. Raises OSError."""
         event = ctypes.c_void_p()
         create = self._library.cudaEventCreateWithFlags
-        self._check("cudaEventCreateWithFlags", create(ctypes.byref(event), ctypes.c_uint(_NO_TIMING)))
+        self.check("cudaEventCreateWithFlags", create(ctypes.byref(event), ctypes.c_uint(_NO_TIMING)))
         assert event.value is not None
         return event.value
 
     def record(self, event: int, stream: int) -> None:
         if code := self._record(event, stream):
-            self._check("cudaEventRecord", code)
+            self.check("cudaEventRecord", code)
 
     def finished(self, event: int) -> bool:
-        """Whether everything in front of `event` is done. Allowed while any thread captures a graph: without the
-        relaxed mode a query would break that thread's capture. Raises OSError."""
-        mode = ctypes.c_int(RELAXED_CAPTURE)
-        self._exchange_capture_mode(ctypes.byref(mode))
+        """Whether everything in front of `event` is done. Allowed while any thread captures a graph. Raises OSError."""
+        return self._done("cudaEventQuery", self._query_event, event)
+
+    def idle(self, stream: int) -> bool:
+        """Whether everything in `stream`, which must capture no graph, is done. Allowed while another captures one."""
+        return self._done("cudaStreamQuery", self._query_stream, stream)
+
+    def _done(self, name: str, query: Callable[[int], int], handle: int) -> bool:
+        mode = ctypes.c_int(RELAXED_CAPTURE)  # in no other would a query leave the captures of other threads intact
+        at = ctypes.byref(mode)
+        self._exchange_capture_mode(at)
         try:
-            code = self._query(event)
+            code = query(handle)
         finally:
-            self._exchange_capture_mode(ctypes.byref(mode))
+            self._exchange_capture_mode(at)
         if code == _NOT_READY:
             return False
-        self._check("cudaEventQuery", code)
+        if code:
+            self.check(name, code)
         return True
 
     def is_capturing(self, stream: int) -> bool:
         status = ctypes.c_int()
-        self._check("cudaStreamIsCapturing", self._is_capturing(stream, ctypes.byref(status)))
-        return bool(status.value)
+        if code := self._is_capturing(stream, status):
+            self.check("cudaStreamIsCapturing", code)
+        return status.value != 0
 
-    def _check(self, function: str, code: int) -> None:
+    def check(self, function: str, code: int) -> None:
+        """Raise OSError unless `code`, which `function` returned, is 0."""
         if code:
             self._library.cudaGetLastError()  # or torch would blame its own next launch for it
             raise OSError(code, f"{function}: {self._library.cudaGetErrorString(code).decode()}")
@@ -107,11 +116,19 @@ class CudaLink:
     def __init__(self, index: int, runtime: Runtime) -> None:
         self._index = index
         self._runtime = runtime
-        self._current_stream = torch._C._cuda_getCurrentRawStream
-        self._current_device = torch._C._cuda_getDevice
+        self._memcpy = runtime.memcpy
+        self._memcpy_rows = runtime.memcpy_rows
+        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self._current_stream_captures: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
     def stream(self) -> int:
-        return int(self._current_stream(self._index))
+        return self._current_stream(self._index)
+
+    def captures(self) -> bool:
+        if self._current_device() == self._index:
+            return self._current_stream_captures()
+        return self.is_capturing(self.stream())
 
     def is_capturing(self, stream: int) -> bool:
         if stream or self._current_device() == self._index:
@@ -121,17 +138,36 @@ class CudaLink:
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         if stream or self._current_device() == self._index:
-            self._runtime.copy(dst, src, nbytes, stream)
-            return
-        with torch.cuda.device(self._index):
-            self._runtime.copy(dst, src, nbytes, stream)
+            code = self._memcpy(dst, src, nbytes, _HOST_TO_DEVICE, stream)
+        else:
+            with torch.cuda.device(self._index):
+                code = self._memcpy(dst, src, nbytes, _HOST_TO_DEVICE, stream)
+        if code:
+            self._runtime.check("cudaMemcpyAsync", code)
 
     def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
         if stream or self._current_device() == self._index:
-            self._runtime.copy_rows(dst, pitch, src, width, rows, stream)
+            code = self._memcpy_rows(dst, pitch, src, width, width, rows, _HOST_TO_DEVICE, stream)
+        else:
+            with torch.cuda.device(self._index):
+                code = self._memcpy_rows(dst, pitch, src, width, width, rows, _HOST_TO_DEVICE, stream)
+        if code:
+            self._runtime.check("cudaMemcpy2DAsync", code)
+
+    def send(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, at: int, stream: int
+    ) -> None:
+        fast = native.loaded
+        if fast is not None and (stream or self._current_device() == self._index):
+            helpers = fast.helpers_for(width * rows)
+            if code := fast.send(dst, dst_pitch, src, src_pitch, width, rows, at, stream, helpers):
+                self._runtime.check("cudaMemcpyAsync", code)
             return
-        with torch.cuda.device(self._index):
-            self._runtime.copy_rows(dst, pitch, src, width, rows, stream)
+        copy_rows(at, src, src_pitch, width, rows)
+        if rows == 1 or dst_pitch == width:
+            self.copy(dst, at, width * rows, stream)
+        else:
+            self.copy_rows(dst, dst_pitch, at, width, rows, stream)
 
     def new(self) -> int:
         with torch.cuda.device(self._index):
@@ -146,6 +182,12 @@ class CudaLink:
 
     def finished(self, event: int) -> bool:
         return self._runtime.finished(event)
+
+    def idle(self, stream: int) -> bool:
+        if stream or self._current_device() == self._index:
+            return self._runtime.idle(stream)
+        with torch.cuda.device(self._index):
+            return self._runtime.idle(stream)
 
 
 def _loaded_runtime() -> str:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
-from h2d_patch.copies.snapshot import copy_bytes, snapshot
+from h2d_patch.copies.snapshot import copy_bytes, dense_rows, snapshot
 from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
 # From here on in parts, of this size: the first is on its way while the second is copied into the ring.
@@ -29,25 +29,33 @@ _LAZY_BIT: Final = Declined("a lazy conjugate or negative, or named dimensions")
 _BROADCAST: Final = Declined("a broadcast source")
 _COMPILING: Final = Declined("torch.compile is tracing")
 _DTYPES: Final = frozenset(DTYPES)
+_NEVER_LAZY: Final = frozenset(d for d in DTYPES if not d.is_floating_point and not d.is_complex)
+# Looked up once: each of these copies takes but a few microseconds.
+_Tensor: Final = torch.Tensor
+_STRIDED: Final = torch.strided
+_is_compiling: Final = torch.compiler.is_compiling
 
 
 def unfit(source: torch.Tensor) -> Declined | None:
     """Why a tensor, known to be a CPU tensor, is not staged; None if it is."""
-    if type(source) is not torch.Tensor:
+    if type(source) is not _Tensor:
         return _SUBCLASS
     if source.requires_grad:
         return _GRADIENT
-    if source.layout is not torch.strided:
+    if source.layout is not _STRIDED:
         return _LAYOUT
-    if source.dtype not in _DTYPES:
-        return Declined(f"dtype {source.dtype}")
-    if source.is_conj() or source.is_neg() or source.has_names():
+    dtype = source.dtype
+    if dtype not in _DTYPES:
+        return Declined(f"dtype {dtype}")
+    # Only a complex tensor can be a lazy conjugate, and only one with a sign the lazy negative of such a one's part.
+    if (dtype not in _NEVER_LAZY and (source.is_conj() or source.is_neg())) or source.has_names():
         return _LAZY_BIT
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return _COMPILING
-    strides = source.stride()
-    if 0 in strides and any(not stride and size > 1 for size, stride in zip(source.shape, strides, strict=True)):
-        return _BROADCAST
+    if not source.is_contiguous():
+        strides = source.stride()
+        if 0 in strides and any(not stride and size > 1 for size, stride in zip(source.shape, strides, strict=True)):
+            return _BROADCAST
     return None
 
 
@@ -57,7 +65,7 @@ def asynchronous_already(source: torch.Tensor, ring: Ring, same_order: bool) -> 
     `same_order`: the destination has the dtype of the source and, if that is dense, its strides.
     """
     return (
-        ring.device.type == "cuda"
+        ring.is_pinned
         and (source.is_contiguous() or (same_order and _dense(source)))
         and source.is_pinned()  # last: it asks the driver
     )
@@ -112,30 +120,31 @@ def _destination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any,
     return device, dtype
 
 
-def _ring_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ring, Any] | Declined:
+def _ring_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ring | Declined, Any]:
     """The ring on the way to the destination of `.to(*args, **kwargs)`, and the dtype there."""
     destination = _destination(args, kwargs)
     if destination is None:
-        return OTHER_ARGUMENTS
+        return OTHER_ARGUMENTS, None
     device, dtype = destination
-    if device is None:
-        return NOT_TO_CUDA
-    ring = ring_for(device)
-    if type(ring) is Declined:
-        return ring
-    return ring, dtype
+    return NOT_TO_CUDA if device is None else ring_for(device), dtype
 
 
 def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: Any) -> torch.Tensor | Declined:
     """`source.to(*args, non_blocking=non_blocking, **kwargs)`: a new tensor with the same strides, dtype and device."""
     if non_blocking is not True:
         return BLOCKING
-    if not isinstance(source, torch.Tensor) or not source.is_cpu:
+    if not isinstance(source, _Tensor) or not source.is_cpu:
         return NOT_FROM_CPU
-    found = _ring_to(args, kwargs)
-    if type(found) is Declined:
-        return found
-    ring, dtype = found
+    device = (
+        args[0] if len(args) == 1 and not kwargs else kwargs.get("device") if not args and len(kwargs) == 1 else None
+    )
+    if type(device) is torch.device:  # the two usual forms, for which there is nothing more to find out
+        dtype = None
+        ring = ring_for(device)
+    else:
+        ring, dtype = _ring_to(args, kwargs)
+    if type(ring) is Declined:
+        return ring
     declined = unfit(source)
     if declined is not None:
         return declined
@@ -158,8 +167,14 @@ def _send(
     ring: Ring, source: torch.Tensor, strides: tuple[int, ...], target: torch.Tensor, nbytes: int
 ) -> Declined | None:
     """Copy `source` as it is now to `target`, of its dtype, both laid out by `strides`, without gaps."""
-    if nbytes >= _IN_PARTS_BYTES and source.stride() == strides:
-        return _send_in_parts(ring, source.data_ptr(), target.data_ptr(), nbytes)
+    if source.stride() == strides:
+        if nbytes >= _IN_PARTS_BYTES:
+            return _send_in_parts(ring, source.data_ptr(), target.data_ptr(), nbytes)
+        return ring.send(target.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1)
+    rows = dense_rows(source) if target.is_contiguous() else None
+    if rows is not None:
+        pitch, width, number = rows
+        return ring.send(target.data_ptr(), width, source.data_ptr(), pitch, width, number)
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
@@ -179,13 +194,9 @@ def _send_in_parts(ring: Ring, source: int, target: int, nbytes: int) -> Decline
     part = min(_PART_BYTES, ring.capacity // 4)
     for start in range(0, nbytes, part):
         length = min(part, nbytes - start)
-        piece = ring.reserve(length)
-        if type(piece) is Declined:
-            return piece  # the original copies all of it again, behind what has been submitted
-        with piece:
-            copy_bytes(piece.address, source + start, length)
-            piece.submitted = True
-            ring.link.copy(target + start, piece.address, length, piece.stream)
+        declined = ring.send(target + start, length, source + start, length, length, 1)
+        if declined is not None:
+            return declined  # the original copies all of it again, behind what has been submitted
     return None
 
 
@@ -230,6 +241,12 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
             return _send(ring, src, dst.stride(), dst, nbytes) or dst
         if dst.stride() == src.stride() and _dense(src):
             return _send(ring, src, src.stride(), dst, nbytes) or dst
+        if len(shape) == 2 and dst.stride(1) == 1 and shape[1] <= dst.stride(0) < _MOST_PITCH // dst.itemsize:
+            dst_pitch, rows = dst.stride(0) * dst.itemsize, dense_rows(src)
+            if rows is not None:
+                width, number = shape[1] * src.itemsize, shape[0]
+                src_pitch = width if rows[2] == 1 else rows[0]
+                return ring.send(dst.data_ptr(), dst_pitch, src.data_ptr(), src_pitch, width, number) or dst
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
@@ -237,13 +254,8 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
     with piece:
         snapshot(src, piece, strides)
         piece.submitted = True
-        pitched = src.dtype == dst.dtype and len(shape) == 2 and dst.stride(1) == 1 and dst.stride(0) >= shape[1]
-        if pitched and dst.stride(0) * dst.itemsize < _MOST_PITCH:
-            size = dst.itemsize
-            width = shape[1] * size
-            ring.link.copy_rows(dst.data_ptr(), dst.stride(0) * size, piece.address, width, shape[0], piece.stream)
-        else:  # torch spreads or converts it on the device, and needs no temporary on the host
-            dst.copy_(piece.view(src.dtype, shape, strides), non_blocking=True)
+        # torch converts or spreads it on the device, and needs no temporary on the host.
+        dst.copy_(piece.view(src.dtype, shape, strides), non_blocking=True)
     return dst
 
 
@@ -257,10 +269,9 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
         return NOT_FROM_CPU
     if not all(isinstance(t, torch.Tensor) and t.is_cpu for t in tensors):
         return NOT_FROM_CPU
-    found = _ring_to(args, kwargs)
-    if type(found) is Declined:
-        return found
-    ring, dtype = found
+    ring, dtype = _ring_to(args, kwargs)
+    if type(ring) is Declined:
+        return ring
     for tensor in tensors:
         declined = unfit(tensor)
         if declined is not None:

@@ -3,92 +3,61 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from h2d_patch.copies.staging import Piece
+from h2d_patch.copies import native
 
-# From here on several threads copy; torch's own would not help, since vLLM gives its workers one. Below, handing the
-# work to threads takes as long as it saves: 4 MiB took 0.7 ms with eight threads and 0.5 with one, on an H200's host.
-PARALLEL_BYTES: Final = 8 << 20
-_MOST_THREADS: Final = 8
-_SMALLEST_SHARE: Final = 1 << 20
+if TYPE_CHECKING:
+    from h2d_patch.copies.staging import Piece
+
 # Row by row with memmove where there are few rows; where there are many, torch's copy takes less time than Python.
 _MOST_ROWS: Final = 64
-_START_S: Final = 10.0
-
-
-class _Threads:
-    """The threads that copy. There are none before device start-up, nor in a forked child."""
-
-    def __init__(self) -> None:
-        self.pool: ThreadPoolExecutor | None = None
-        # Half of what this process may use: the rest is the engine's.
-        self.number = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
-
-    def start(self) -> None:
-        """All of them at once, so that a copy never starts one: an executor queues work before it starts a thread."""
-        others = self.number - 1
-        if self.pool is not None or not others:
-            return
-        pool = ThreadPoolExecutor(others, thread_name_prefix="h2d_patch-snapshot")
-        barrier = threading.Barrier(others + 1)
-        for _ in range(others):
-            pool.submit(barrier.wait, _START_S)
-        barrier.wait(_START_S)
-        self.pool = pool
-
-
-_threads = _Threads()
-
-
-def _renew() -> None:
-    global _threads
-    _threads = _Threads()
-
-
-os.register_at_fork(after_in_child=_renew)
-
-
-def start_threads() -> None:
-    """At device start-up. Raises where they cannot be had."""
-    _threads.start()
+# Up to this many bytes the GIL is kept: letting go of it and getting it back takes longer.
+_SHORT_BYTES: Final = 64 << 10
+_ADDRESS: Final = ctypes.c_void_p
+_memmove_short: Final = ctypes.PYFUNCTYPE(None, _ADDRESS, _ADDRESS, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, _ADDRESS).value or 0
+)
 
 
 def copy_bytes(dst: int, src: int, nbytes: int) -> None:
-    """`nbytes` from address to address, in host memory that does not overlap. Other Python threads run meanwhile."""
-    pool = _threads.pool
-    shares = min(_threads.number, nbytes // _SMALLEST_SHARE)
-    if pool is None or nbytes < PARALLEL_BYTES or shares < 2:
+    """`nbytes` from address to address, in host memory that does not overlap."""
+    if nbytes <= _SHORT_BYTES:
+        _memmove_short(dst, src, nbytes)
+    elif nbytes >= native.PARALLEL_BYTES and native.loaded is not None:
+        native.loaded.copy(dst, src, nbytes, nbytes, 1, native.loaded.helpers_for(nbytes))
+    else:
         ctypes.memmove(dst, src, nbytes)
-        return
-    share = -(-nbytes // shares) + 63 & ~63
-    rest: list[Future[object]] = []
-    try:
-        for start in range(share, nbytes, share):
-            rest.append(pool.submit(ctypes.memmove, dst + start, src + start, min(share, nbytes - start)))
-        ctypes.memmove(dst, src, min(share, nbytes))
-    finally:
-        _finish(rest)
-    for future in rest:
-        future.result()
 
 
-def _finish(futures: list[Future[object]]) -> None:
-    """Waits whatever happens: nobody may write to the piece, or read the source, once this has returned or raised."""
-    interrupted: BaseException | None = None
-    while True:
-        try:
-            wait(futures)
-            break
-        except BaseException as error:  # a signal's
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
+def copy_rows(dst: int, src: int, pitch: int, width: int, rows: int) -> None:
+    """`rows` rows of `width` bytes, every `pitch` bytes from `src`, to dense memory at `dst`."""
+    if pitch == width or rows == 1:
+        copy_bytes(dst, src, width * rows)
+    elif native.loaded is not None:
+        native.loaded.copy(dst, src, pitch, width, rows, native.loaded.helpers_for(width * rows))
+    else:
+        for _ in range(rows):
+            copy_bytes(dst, src, width)
+            src += pitch
+            dst += width
+
+
+def dense_rows(source: torch.Tensor) -> tuple[int, int, int] | None:
+    """`(pitch, width, rows)` in bytes, for `copy_rows` to make `source` contiguous; None where that is not the way."""
+    if source.is_contiguous():
+        nbytes = source.nbytes
+        return nbytes, nbytes, 1
+    if source.dim() != 2:
+        return None
+    pitch, step = source.stride()
+    rows, columns = source.shape
+    if step != 1 or pitch < columns or (rows > _MOST_ROWS and native.loaded is None):
+        return None
+    size = source.itemsize
+    return pitch * size, columns * size, rows
 
 
 def snapshot(source: torch.Tensor, piece: Piece, strides: tuple[int, ...], skip: int = 0) -> None:
@@ -96,21 +65,9 @@ def snapshot(source: torch.Tensor, piece: Piece, strides: tuple[int, ...], skip:
     if source.stride() == strides:
         copy_bytes(piece.address + skip, source.data_ptr(), source.nbytes)
         return
-    shape = source.shape
-    if (
-        len(shape) == 2
-        and shape[0] <= _MOST_ROWS
-        and source.stride(1) == 1
-        and strides[1] == 1
-        and strides[0] == shape[1]
-    ):
-        width = shape[1] * source.itemsize
-        pitch = source.stride(0) * source.itemsize
-        src, dst = source.data_ptr(), piece.address + skip
-        if pitch >= width:
-            for _ in range(shape[0]):
-                ctypes.memmove(dst, src, width)
-                src += pitch
-                dst += width
-            return
-    piece.view(source.dtype, shape, strides, skip).copy_(source)
+    target = piece.view(source.dtype, source.shape, strides, skip)
+    rows = dense_rows(source) if target.is_contiguous() else None
+    if rows is None:
+        target.copy_(source)
+    else:
+        copy_rows(piece.address + skip, source.data_ptr(), *rows)

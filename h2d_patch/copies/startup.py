@@ -50,6 +50,10 @@ def start(device: Any, pinned_bytes: int) -> StartReport:
             reasons = []
             ring_bytes = 0
             try:
+                _start_native()
+            except Exception as error:
+                reasons.append(f"one thread copies into the staging region: {_words(error)}")
+            try:
                 ring_bytes = _open_ring(index, pinned_bytes)
             except Exception as error:
                 reasons.append(f"no staging region: {_words(error)}")
@@ -90,14 +94,26 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _start_native() -> None:
+    import ctypes
+
+    from h2d_patch.copies import native
+    from h2d_patch.copies.cuda import Runtime
+
+    runtime = Runtime()
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (runtime.memcpy, runtime.memcpy_rows)]
+    native.start(*(address or 0 for address in addresses))
+
+
 def _open_ring(index: int, nbytes: int) -> int:
     import ctypes
 
     import torch
 
     from h2d_patch.copies.cuda import CudaLink, Runtime
-    from h2d_patch.copies.snapshot import start_threads
     from h2d_patch.copies.staging import Ring, process
+
+    device = torch.device("cuda", index)
 
     try:
         if nbytes < 1:
@@ -110,14 +126,13 @@ def _open_ring(index: int, nbytes: int) -> int:
                 memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
                 if not memory.is_pinned():
                     raise OSError("torch does not see the region as pinned")
-                ring = Ring(memory, CudaLink(index, runtime), torch.device("cuda", index))
-                start_threads()
+                ring = Ring(memory, CudaLink(index, runtime), device)
                 _first_copy(ring)
             except BaseException:
                 runtime.free_pinned(address)
                 raise
-        process.rings[index] = ring
-        process.free[index] = lambda: runtime.free_pinned(address)
+        process.rings[device] = ring
+        process.free[device] = lambda: runtime.free_pinned(address)
     except Exception as error:
         process.without[index] = _words(error)
         raise
@@ -145,10 +160,10 @@ def _close_rings() -> None:
 
     from h2d_patch.copies.staging import process
 
-    for index, ring in list(process.rings.items()):
+    for device, ring in list(process.rings.items()):
         ring.retire("stopped")
-        with torch.cuda.device(index):
+        with torch.cuda.device(device):
             torch.cuda.synchronize()
-            del process.rings[index]
-            process.free.pop(index)()
+            del process.rings[device]
+            process.free.pop(device)()
     process.without.clear()

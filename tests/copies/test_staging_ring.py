@@ -142,6 +142,27 @@ def test_pieces_without_an_event_get_one_when_the_ring_is_full(make_ring, held):
     assert ring.reserve(256).offset == 0 and large.offset == 256
 
 
+def test_a_stream_that_is_idle_gives_its_pieces_back_without_an_event(make_ring, held):
+    ring = make_ring(1 << 20)
+    first = submit(ring, 128 << 10)
+    submit(ring, 1)
+    held.passed.add(first.event)
+    assert submit(ring, 128 << 10).offset == (128 << 10) + 256, "the small piece is still being read"
+    held.passed = Everything()
+    recorded = len(held.recorded)
+    held.is_idle = True
+    assert submit(ring, 128 << 10).offset == 0
+    assert len(held.recorded) == recorded + 1  # the one behind the last piece
+
+
+def test_a_stream_that_captures_is_not_asked_whether_it_is_idle(make_ring, held, monkeypatch):
+    ring = make_ring(1 << 20)
+    submit(ring, 256)
+    monkeypatch.setattr(held, "is_capturing", lambda stream: True)
+    monkeypatch.setattr(held, "idle", lambda stream: pytest.fail("the query would break the capture"))
+    assert submit(ring, 128 << 10).offset == 256
+
+
 def test_no_event_is_recorded_into_a_graph_that_another_thread_captures(make_ring, held, monkeypatch):
     ring = make_ring(16 << 10)
     submit(ring, 256)
@@ -224,7 +245,7 @@ def test_a_device_that_was_not_started_is_a_counted_decline_that_says_so():
 def test_a_forked_child_has_no_ring_and_the_parent_keeps_its_own(make_ring):
     ring = make_ring(1024)
     ours, staging.process = staging.process, staging._Process()
-    staging.process.rings[0] = ring
+    staging.process.rings[torch.device("cuda", 0)] = ring
     child = os.fork()
     if child == 0:
         status = 5
@@ -237,7 +258,7 @@ def test_a_forked_child_has_no_ring_and_the_parent_keeps_its_own(make_ring):
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert 0 in staging.process.rings
+    assert torch.device("cuda", 0) in staging.process.rings
     staging.process = ours
 
 

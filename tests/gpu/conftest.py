@@ -34,7 +34,7 @@ def ring(started):
     from h2d_patch.copies.staging import process
 
     torch.cuda.synchronize()
-    return process.rings[0]
+    return process.rings[torch.device("cuda", 0)]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def small_ring(ring, monkeypatch):
 
     memory = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
     small = Ring(memory, CudaLink(0, Runtime()), torch.device("cuda", 0))
-    monkeypatch.setitem(process.rings, 0, small)
+    monkeypatch.setitem(process.rings, torch.device("cuda", 0), small)
     yield small
     torch.cuda.synchronize()
 
