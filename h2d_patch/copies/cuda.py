@@ -11,7 +11,6 @@ from typing import Final
 import torch
 
 from h2d_patch.copies import native
-from h2d_patch.copies.snapshot import copy_rows
 
 RELAXED_CAPTURE: Final = 2  # cudaStreamCaptureModeRelaxed
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
@@ -44,10 +43,13 @@ class Runtime:
         self._exchange_capture_mode = asking.cudaThreadExchangeStreamCaptureMode
         self._query_event = asking.cudaEventQuery
         self._query_event.argtypes = [address]
-        self._query_stream = asking.cudaStreamQuery
-        self._query_stream.argtypes = [address]
         self._is_capturing = asking.cudaStreamIsCapturing
         self._is_capturing.argtypes = [address, ctypes.POINTER(number)]
+
+    def addresses(self) -> list[int]:
+        """Of the functions that `native` calls."""
+        functions = [getattr(self._library, name) for name in native.RUNTIME]
+        return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
 
     def allocate_pinned(self, nbytes: int) -> int:
         """The address of exactly `nbytes` of pinned memory. Raises OSError. torch would round up to a power of two."""
@@ -74,24 +76,18 @@ class Runtime:
 
     def finished(self, event: int) -> bool:
         """Whether everything in front of `event` is done. Allowed while any thread captures a graph. Raises OSError."""
-        return self._done("cudaEventQuery", self._query_event, event)
-
-    def idle(self, stream: int) -> bool:
-        """Whether everything in `stream`, which must capture no graph, is done. Allowed while another captures one."""
-        return self._done("cudaStreamQuery", self._query_stream, stream)
-
-    def _done(self, name: str, query: Callable[[int], int], handle: int) -> bool:
         mode = ctypes.c_int(RELAXED_CAPTURE)  # in no other would a query leave the captures of other threads intact
         at = ctypes.byref(mode)
         self._exchange_capture_mode(at)
         try:
-            code = query(handle)
+            code = self._query_event(event)
         finally:
             self._exchange_capture_mode(at)
         if code == _NOT_READY:
+            self._library.cudaGetLastError()
             return False
         if code:
-            self.check(name, code)
+            self.check("cudaEventQuery", code)
         return True
 
     def is_capturing(self, stream: int) -> bool:
@@ -116,6 +112,7 @@ class CudaLink:
     def __init__(self, index: int, runtime: Runtime) -> None:
         self._index = index
         self._runtime = runtime
+        self._lane: int | None = None
         self._memcpy = runtime.memcpy
         self._memcpy_rows = runtime.memcpy_rows
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -155,19 +152,33 @@ class CudaLink:
             self._runtime.check("cudaMemcpy2DAsync", code)
 
     def send(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, at: int, stream: int
-    ) -> None:
-        fast = native.loaded
-        if fast is not None and (stream or self._current_device() == self._index):
-            helpers = fast.helpers_for(width * rows)
-            if code := fast.send(dst, dst_pitch, src, src_pitch, width, rows, at, stream, helpers):
-                self._runtime.check("cudaMemcpyAsync", code)
-            return
-        copy_rows(at, src, src_pitch, width, rows)
-        if rows == 1 or dst_pitch == width:
-            self.copy(dst, at, width * rows, stream)
-        else:
-            self.copy_rows(dst, dst_pitch, at, width, rows, stream)
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, unless_pinned: bool
+    ) -> int:
+        lane = self._lane
+        if lane is None:
+            return native.NOT_HERE
+        stream = self._current_stream(self._index)
+        nbytes = width * rows
+        if nbytes > self._lane_bytes or not (stream or self._current_device() == self._index):
+            return native.NOT_HERE
+        helpers = self._native.helpers_for(nbytes) if nbytes >= native.PARALLEL_BYTES else 0
+        code = self._lane_send(lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers, unless_pinned)
+        if code > 0:
+            self._runtime.check("a copy out of the staging region", code)
+        return code
+
+    def open_lane(self, library: native.Native, at: int, nbytes: int) -> bool:
+        """Serve small copies from `nbytes` of pinned memory `at` on; False if that cannot be done."""
+        self._native = library
+        self._lane_send = library.send
+        self._lane = library.open_lane(at, nbytes, [self.new() for _ in range(native.SEGMENTS)])
+        self._lane_bytes = nbytes // native.SEGMENTS
+        return self._lane is not None
+
+    def close(self) -> None:
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            self._native.close_lane(lane)
 
     def new(self) -> int:
         with torch.cuda.device(self._index):
@@ -182,12 +193,6 @@ class CudaLink:
 
     def finished(self, event: int) -> bool:
         return self._runtime.finished(event)
-
-    def idle(self, stream: int) -> bool:
-        if stream or self._current_device() == self._index:
-            return self._runtime.idle(stream)
-        with torch.cuda.device(self._index):
-            return self._runtime.idle(stream)
 
 
 def _loaded_runtime() -> str:

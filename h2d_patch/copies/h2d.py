@@ -9,7 +9,7 @@ import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
 from h2d_patch.copies.snapshot import copy_bytes, dense_rows, snapshot
-from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
+from h2d_patch.copies.staging import ASYNCHRONOUS_ALREADY, DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
 # From here on in parts, of this size: the first is on its way while the second is copied into the ring.
 _IN_PARTS_BYTES: Final = 16 << 20
@@ -18,7 +18,6 @@ _MOST_PITCH: Final = 1 << 31  # of cudaMemcpy2D
 
 NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
 NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
-ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=False)
 BLOCKING: Final = Declined("a copy that is meant to block", counted=False)
 OTHER_ARGUMENTS: Final = Declined("arguments of .to() other than device and dtype")
 
@@ -33,6 +32,7 @@ _NEVER_LAZY: Final = frozenset(d for d in DTYPES if not d.is_floating_point and 
 # Looked up once: each of these copies takes but a few microseconds.
 _Tensor: Final = torch.Tensor
 _STRIDED: Final = torch.strided
+_empty_like: Final = torch.empty_like
 _is_compiling: Final = torch.compiler.is_compiling
 
 
@@ -152,9 +152,15 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
     if not nbytes:
         return NOTHING_TO_COPY
     converts = dtype is not None and dtype != source.dtype
+    if nbytes < _IN_PARTS_BYTES and source.is_contiguous():
+        result = _empty_like(source, device=ring.device)
+        declined = ring.send(result.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1, source)
+        if declined is not None:
+            return declined
+        return result.to(dtype) if converts else result
     if asynchronous_already(source, ring, same_order=not converts):
         return ASYNCHRONOUS_ALREADY
-    result = torch.empty_like(source, device=ring.device)
+    result = _empty_like(source, device=ring.device)
     # With the strides of the result, both are dense in one order.
     declined = _send(ring, source, result.stride(), result, nbytes)
     if declined is not None:
@@ -234,19 +240,26 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
     shape = src.shape
     if dst.shape != shape:
         return _BROADCAST
-    if asynchronous_already(src, ring, same_order=dst.dtype == src.dtype and dst.stride() == src.stride()):
+    same_dtype = dst.dtype is src.dtype
+    if same_dtype and len(shape) == 2:  # gaps in both, as where the first columns are copied
+        pitches = _pitches(dst, src)
+        if pitches is not None:
+            dst_pitch, src_pitch, width = pitches
+            return ring.send(dst.data_ptr(), dst_pitch, src.data_ptr(), src_pitch, width, shape[0]) or dst
+    if asynchronous_already(src, ring, same_order=same_dtype and dst.stride() == src.stride()):
         return ASYNCHRONOUS_ALREADY
-    if src.dtype == dst.dtype:
+    if same_dtype:
         if dst.is_contiguous():
             return _send(ring, src, dst.stride(), dst, nbytes) or dst
         if dst.stride() == src.stride() and _dense(src):
             return _send(ring, src, src.stride(), dst, nbytes) or dst
         if len(shape) == 2 and dst.stride(1) == 1 and shape[1] <= dst.stride(0) < _MOST_PITCH // dst.itemsize:
-            dst_pitch, rows = dst.stride(0) * dst.itemsize, dense_rows(src)
-            if rows is not None:
-                width, number = shape[1] * src.itemsize, shape[0]
-                src_pitch = width if rows[2] == 1 else rows[0]
-                return ring.send(dst.data_ptr(), dst_pitch, src.data_ptr(), src_pitch, width, number) or dst
+            width = shape[1] * dst.itemsize
+            if src.is_contiguous():
+                return (
+                    ring.send(dst.data_ptr(), dst.stride(0) * dst.itemsize, src.data_ptr(), width, width, shape[0])
+                    or dst
+                )
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
@@ -257,6 +270,17 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
         # torch converts or spreads it on the device, and needs no temporary on the host.
         dst.copy_(piece.view(src.dtype, shape, strides), non_blocking=True)
     return dst
+
+
+def _pitches(dst: torch.Tensor, src: torch.Tensor) -> tuple[int, int, int] | None:
+    """`(pitch of dst, pitch of src, width of a row)` in bytes, of 2-D tensors with gaps between dense rows in both."""
+    columns = src.shape[1]
+    to_row, to_column = dst.stride()
+    from_row, from_column = src.stride()
+    size = src.itemsize
+    if to_column == 1 and from_column == 1 and columns < from_row and columns <= to_row < _MOST_PITCH // size:
+        return to_row * size, from_row * size, columns * size
+    return None
 
 
 def original_copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> Any:

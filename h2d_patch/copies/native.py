@@ -1,4 +1,4 @@
-"""`native.c`, compiled at device start-up: snapshots by several threads, and the copy that follows in the same call.
+"""`native.c`, compiled at device start-up: snapshots by several threads, and small copies in one call.
 
 Why C: threads of Python's hand each other the GIL, and took 200 µs for 4 MiB where these take 110 (one: 360 to
 580); torch's would have to be told how many for each copy, and spin for milliseconds after it. The compiler is the one
@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,26 +27,58 @@ _BYTES_A_HELPER: Final = 256 << 10
 PARALLEL_BYTES: Final = 1 << 20  # below, waking threads takes as long as it saves
 
 
+# What `send` answers beside 0 and CUDA's error codes.
+NOT_HERE: Final = -1
+CAPTURING: Final = -2
+PINNED: Final = -3
+
+SEGMENTS: Final = 8  # of a lane
+RUNTIME: Final = (  # what the library calls, in its order
+    "cudaMemcpyAsync",
+    "cudaMemcpy2DAsync",
+    "cudaStreamIsCapturing",
+    "cudaThreadExchangeStreamCaptureMode",
+    "cudaStreamQuery",
+    "cudaEventRecord",
+    "cudaEventQuery",
+    "cudaPointerGetAttributes",
+    "cudaGetLastError",
+)
+
+
 class Native:
     """The loaded library. Raises OSError or RuntimeError where it cannot be had.
 
-    `memcpy_async`, `memcpy_2d_async`: addresses of the CUDA runtime's functions.
+    `runtime`: the functions of the CUDA runtime, `RUNTIME`, by their addresses.
     """
 
-    def __init__(self, memcpy_async: int, memcpy_2d_async: int) -> None:
+    def __init__(self, runtime: Sequence[int]) -> None:
+        assert len(runtime) == len(RUNTIME)
         library = _compiled()
         address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        library.h2d_start.argtypes = [number, address, address]
-        # (dst, src, pitch, width, rows, helpers)
-        self.copy: Callable[[int, int, int, int, int, int], None] = library.h2d_copy
+        library.h2d_start.argtypes = [number, address]
+        library.h2d_open_lane.argtypes = [address, size, address]
+        library.h2d_close_lane.argtypes = [number]
         library.h2d_copy.argtypes = [address, address, size, size, size, number]
         library.h2d_copy.restype = None
-        # (dst, dst_pitch, src, src_pitch, width, rows, at, stream, helpers) → CUDA's error code
-        self.send: Callable[[int, int, int, int, int, int, int, int, int], int] = library.h2d_send
-        library.h2d_send.argtypes = [address, size, address, size, size, size, address, address, number]
-        # Half of what this process may use, this thread included: the rest is the engine's.
+        library.h2d_send.argtypes = [number, address, size, address, size, size, size, address, number, number]
+        self._library = library
+        # (dst, src, pitch, width, rows, helpers)
+        self.copy: Callable[[int, int, int, int, int, int], None] = library.h2d_copy
+        # (lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers, unless_pinned) → an answer
+        self.send: Callable[[int, int, int, int, int, int, int, int, int, bool], int] = library.h2d_send
+        # Half of what this process may use, the calling thread included: the rest is the engine's.
         wanted = max(0, min(_MOST_HELPERS, usable_cpus() // 2 - 1))
-        self.helpers: Final[int] = library.h2d_start(wanted, memcpy_async, memcpy_2d_async)
+        self.helpers: Final[int] = library.h2d_start(wanted, (address * len(runtime))(*runtime))
+
+    def open_lane(self, at: int, nbytes: int, events: Sequence[int]) -> int | None:
+        """The number of a lane over `nbytes` of pinned memory `at`; None if they are too few or the lanes too many."""
+        assert len(events) == SEGMENTS
+        number = int(self._library.h2d_open_lane(at, nbytes, (ctypes.c_void_p * SEGMENTS)(*events)))
+        return None if number == NOT_HERE else number
+
+    def close_lane(self, number: int) -> None:
+        self._library.h2d_close_lane(number)
 
     def helpers_for(self, nbytes: int) -> int:
         """How many threads beside the calling one shall copy `nbytes`."""
@@ -90,11 +122,11 @@ def _compiled() -> ctypes.CDLL:
 loaded: Native | None = None
 
 
-def start(memcpy_async: int, memcpy_2d_async: int) -> None:
+def start(runtime: Sequence[int]) -> None:
     """Once a process; raises like `Native`. Its threads stay until the process ends."""
     global loaded
     if loaded is None:
-        loaded = Native(memcpy_async, memcpy_2d_async)
+        loaded = Native(runtime)
 
 
 def _renew() -> None:

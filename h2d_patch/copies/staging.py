@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
+from h2d_patch.copies import native
 from h2d_patch.copies.call import Declined
 from h2d_patch.copies.snapshot import copy_rows
 
@@ -29,13 +30,11 @@ DTYPES: Final = tuple(getattr(torch, name) for name in _DTYPE_NAMES.split() if h
 _EVENTS_IN_RING: Final = 16
 _PIECES_TO_AN_EVENT: Final = 256
 _RECLAIM_EVERY: Final = 32
-# Pieces from here on are asked for where the ring starts again if all of it is free: memory that was used just now is
-# in the CPU's caches, and copying 256 KiB into it took 8 µs on an H200's host, into other parts of the ring 28.
-_IN_CACHE_BYTES: Final = 64 << 10
 
 CAPTURING: Final = Declined("a CUDA graph is being captured")
 FULL: Final = Declined("staging is full")
 TOO_LARGE: Final = Declined("larger than the staging region")
+ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=False)
 NOT_TO_CUDA: Final = Declined("destination is not a CUDA device", counted=False)
 
 
@@ -58,9 +57,12 @@ class Link(Protocol):
         """Submit a copy of `rows` dense rows of `width` bytes to every `pitch` bytes of the device's memory."""
 
     def send(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, at: int, stream: int
-    ) -> None:
-        """Copy `rows` rows of `width` bytes from host address `src` to `at`, densely; submit their copy to `dst`."""
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, unless_pinned: bool
+    ) -> int:
+        """What `Ring.send` does, without the ring: 0 where that was done, else what `native` calls the reason."""
+
+    def close(self) -> None:
+        """Be of no use for `send` any more."""
 
     def new(self) -> Any:
         """An event that was never recorded."""
@@ -70,9 +72,6 @@ class Link(Protocol):
 
     def finished(self, event: Any) -> bool:
         """Whether everything in front of `event` is done. Never waits."""
-
-    def idle(self, stream: int) -> bool:
-        """Whether everything submitted to `stream`, which captures no graph, is done. Never waits."""
 
 
 class CpuLink:
@@ -95,10 +94,12 @@ class CpuLink:
             ctypes.memmove(dst + row * pitch, src + row * width, width)
 
     def send(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, at: int, stream: int
-    ) -> None:
-        copy_rows(at, src, src_pitch, width, rows)
-        self.copy_rows(dst, dst_pitch, at, width, rows, stream)
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, unless_pinned: bool
+    ) -> int:
+        return native.NOT_HERE
+
+    def close(self) -> None:
+        pass
 
     def new(self) -> int:
         return 0
@@ -107,9 +108,6 @@ class CpuLink:
         pass
 
     def finished(self, event: int) -> bool:
-        return True
-
-    def idle(self, stream: int) -> bool:
         return True
 
 
@@ -150,7 +148,9 @@ class Piece:
 
     def view(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> torch.Tensor:
         """The piece as a tensor, `skip` bytes in. Never to be kept: it aliases the ring."""
-        return self._ring.typed[dtype].as_strided(shape, strides, (self.offset + skip) // dtype.itemsize)
+        return self._ring.typed[dtype].as_strided(
+            shape, strides, (self._ring.origin + self.offset + skip) // dtype.itemsize
+        )
 
     @property
     def event(self) -> Any:
@@ -172,6 +172,7 @@ class Ring:
     def __init__(self, memory: torch.Tensor, link: Link, device: torch.device) -> None:
         self.memory: Final = memory
         self.address: Final = memory.data_ptr()
+        self.origin: Final = memory.storage_offset()
         self.link: Final = link
         self.device: Final = device
         self.is_pinned: Final = device.type == "cuda"
@@ -202,8 +203,6 @@ class Ring:
             self._reserved += 1
             if not self._reserved % _RECLAIM_EVERY:  # finished pieces do not pile up, and few calls pay for it
                 self._reclaim()
-            elif nbytes >= _IN_CACHE_BYTES and self._pieces:
-                self._reclaim(by_event=False)
             start = self._fit(size)
             if start is None:
                 self._reclaim()
@@ -215,15 +214,40 @@ class Ring:
             self._pieces.append(piece)
             return piece
 
-    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> Declined | None:
-        """Copy `rows` rows of `width` bytes, every `src_pitch` bytes from host address `src`, to every
-        `dst_pitch` bytes from device address `dst`. `src` is read before this returns, `dst` is written in stream order."""
+    def send(
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        rows: int,
+        unless_pinned: torch.Tensor | None = None,
+    ) -> Declined | None:
+        """Copy `rows` rows of `width` bytes, every `src_pitch` bytes from host address `src`, to every `dst_pitch`
+        bytes from device address `dst`; but not if `unless_pinned`, whose memory `src` is, turns out to be pinned.
+
+        `src` is read before this returns, `dst` is written in stream order."""
+        link = self.link
+        answer = link.send(dst, dst_pitch, src, src_pitch, width, rows, unless_pinned is not None)
+        if not answer:
+            return None
+        if answer == native.PINNED:
+            return ASYNCHRONOUS_ALREADY
+        if answer == native.CAPTURING:
+            return CAPTURING
+        if unless_pinned is not None and self.is_pinned and unless_pinned.is_pinned():
+            return ASYNCHRONOUS_ALREADY
         piece = self.reserve(width * rows)
         if type(piece) is Declined:
             return piece
         with piece:
-            piece.submitted = True  # whatever happens, something may
-            self.link.send(dst, dst_pitch, src, src_pitch, width, rows, piece.address, piece.stream)
+            copy_rows(piece.address, src, src_pitch, width, rows)
+            piece.submitted = True
+            if rows == 1 or dst_pitch == width:
+                link.copy(dst, piece.address, width * rows, piece.stream)
+            else:
+                link.copy_rows(dst, dst_pitch, piece.address, width, rows, piece.stream)
         return None
 
     def close(self, piece: Piece) -> None:
@@ -241,6 +265,7 @@ class Ring:
     def retire(self, reason: str) -> None:
         """Hand out nothing any more."""
         self._retired = Declined(f"staging is out of use: {reason}")
+        self.link.close()
 
     def in_use(self) -> int:
         """Bytes that could not be handed out now, gaps at the end of the region included."""
@@ -270,15 +295,14 @@ class Ring:
             start += to_the_end
         return start if start + size - self._tail <= self.capacity else None
 
-    def _reclaim(self, by_event: bool = True) -> None:
-        """Take back what is done, in order. Without `by_event`, no event is recorded for what has none yet."""
+    def _reclaim(self) -> None:
         pieces = self._pieces
-        while pieces and self._free(pieces[0], by_event):
+        while pieces and self._free(pieces[0]):
             self._tail = pieces.popleft().end
         if not pieces:
             self._tail = self._head = 0  # so that a piece as large as the region fits
 
-    def _free(self, piece: Piece, by_event: bool) -> bool:
+    def _free(self, piece: Piece) -> bool:
         if not piece._closed:
             return False
         batch = piece._batch
@@ -287,12 +311,6 @@ class Ring:
         if batch.event is None:
             if self.link.is_capturing(batch.stream):
                 return False  # a graph would take the event for one of its own
-            if self.link.idle(batch.stream):
-                batch.done = True
-                del self._open[batch.stream]
-                return True
-            if not by_event:
-                return False
             self._record(batch)
         if not self.link.finished(batch.event):
             return False

@@ -21,6 +21,8 @@ class StartReport:
     seconds: float
 
 
+_LANE_SHARE = 8  # of the staging region, one in so many bytes is for small copies
+
 _lock = threading.Lock()
 _reports: dict[str, StartReport] = {}
 
@@ -95,14 +97,10 @@ def _words(error: BaseException) -> str:
 
 
 def _start_native() -> None:
-    import ctypes
-
     from h2d_patch.copies import native
     from h2d_patch.copies.cuda import Runtime
 
-    runtime = Runtime()
-    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (runtime.memcpy, runtime.memcpy_rows)]
-    native.start(*(address or 0 for address in addresses))
+    native.start(Runtime().addresses())
 
 
 def _open_ring(index: int, nbytes: int) -> int:
@@ -110,11 +108,11 @@ def _open_ring(index: int, nbytes: int) -> int:
 
     import torch
 
+    from h2d_patch.copies import native
     from h2d_patch.copies.cuda import CudaLink, Runtime
-    from h2d_patch.copies.staging import Ring, process
+    from h2d_patch.copies.staging import ALIGNMENT, Ring, process
 
     device = torch.device("cuda", index)
-
     try:
         if nbytes < 1:
             raise ValueError(f"{nbytes} bytes of pinned memory asked for")
@@ -126,8 +124,12 @@ def _open_ring(index: int, nbytes: int) -> int:
                 memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
                 if not memory.is_pinned():
                     raise OSError("torch does not see the region as pinned")
-                ring = Ring(memory, CudaLink(index, runtime), device)
-                _first_copy(ring)
+                link = CudaLink(index, runtime)
+                lane = nbytes // _LANE_SHARE // ALIGNMENT * ALIGNMENT
+                if native.loaded is None or not link.open_lane(native.loaded, address, lane):
+                    lane = 0
+                ring = Ring(memory[lane:], link, device)
+                _first_copies(ring)
             except BaseException:
                 runtime.free_pinned(address)
                 raise
@@ -139,20 +141,20 @@ def _open_ring(index: int, nbytes: int) -> int:
     return nbytes
 
 
-def _first_copy(ring: Any) -> None:
-    """Send one piece through the ring: what the device loads at its first copy, it loads now."""
+def _first_copies(ring: Any) -> None:
+    """What the device loads at its first copy, it loads now."""
     import torch
 
-    from h2d_patch.copies.snapshot import snapshot
-
     sent = torch.arange(min(ring.capacity, 4096) // 8, dtype=torch.int64, device="cpu")
+    arrived = torch.zeros((2, *sent.shape), dtype=sent.dtype, device=ring.device)
+    ring.send(arrived[0].data_ptr(), sent.nbytes, sent.data_ptr(), sent.nbytes, sent.nbytes, 1)
     with ring.reserve(sent.nbytes) as piece:
-        snapshot(sent, piece, sent.stride())
+        view = piece.view(sent.dtype, sent.shape, sent.stride())
+        view.copy_(sent)
         piece.submitted = True
-        arrived = torch.empty_like(sent, device=ring.device)
-        ring.link.copy(arrived.data_ptr(), piece.address, sent.nbytes, piece.stream)
-    if not torch.equal(arrived.cpu(), sent):
-        raise OSError("the first copy out of the staging region arrived changed")
+        ring.link.copy(arrived[1].data_ptr(), piece.address, sent.nbytes, piece.stream)
+    if not torch.equal(arrived.cpu(), torch.stack((sent, sent))):
+        raise OSError("the first copies out of the staging region arrived changed")
 
 
 def _close_rings() -> None:

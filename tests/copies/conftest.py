@@ -19,7 +19,6 @@ class HeldEvents(CpuLink):
         self.passed: set[int] = set()
         self.recorded: list[int] = []
         self.in_capture = False
-        self.is_idle = False
         self.fail_to_record: Exception | None = None
         self._made = 0
 
@@ -41,9 +40,6 @@ class HeldEvents(CpuLink):
 
     def finished(self, event: int) -> bool:
         return event in self.passed
-
-    def idle(self, stream: int) -> bool:
-        return self.is_idle
 
 
 @pytest.fixture
@@ -71,41 +67,107 @@ def force(monkeypatch):
     return use
 
 
-_submitted: list = []
-_library = None
+class FakeRuntime:
+    """The CUDA functions that the compiled copies call. Copies arrive when `run` is called."""
 
+    def __init__(self) -> None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        signatures = {
+            "cudaMemcpyAsync": (pointer, pointer, size, number, pointer),
+            "cudaMemcpy2DAsync": (pointer, size, pointer, size, size, size, number, pointer),
+            "cudaStreamIsCapturing": (pointer, ctypes.POINTER(number)),
+            "cudaThreadExchangeStreamCaptureMode": (ctypes.POINTER(number),),
+            "cudaStreamQuery": (pointer,),
+            "cudaEventRecord": (pointer, pointer),
+            "cudaEventQuery": (pointer,),
+            "cudaPointerGetAttributes": (ctypes.POINTER(number), pointer),
+            "cudaGetLastError": (),
+        }
+        self._functions = [
+            ctypes.CFUNCTYPE(number, *arguments)(getattr(self, name)) for name, arguments in signatures.items()
+        ]
+        self.addresses = [ctypes.cast(function, pointer).value for function in self._functions]
+        self.reset()
 
-def _note(kind):
-    def call(*args):
-        if _submitted and _submitted[-1] == "fail":
-            return 17
-        _submitted.append((kind, *args))
+    def reset(self) -> None:
+        self.submitted: list[tuple] = []
+        self.idle: set[int] = set()
+        self.capturing: set[int] = set()
+        self.passed: set[int] = set()
+        self.recorded: list[tuple[int, int]] = []
+        self.pinned: set[int] = set()
+        self.fail: dict[str, int] = {}
+        self.mode = 0
+
+    def run(self) -> None:
+        """Everything submitted is done now."""
+        for kind, dst, dst_pitch, src, width, rows, _ in self.submitted:
+            assert kind in ("1d", "2d")
+            for row in range(rows):
+                ctypes.memmove(dst + row * dst_pitch, src + row * width, width)
+        self.submitted.clear()
+
+    def cudaMemcpyAsync(self, dst, src, nbytes, kind, stream):
+        assert kind == 1
+        if "copy" not in self.fail:
+            self.submitted.append(("1d", dst, nbytes, src, nbytes, 1, stream or 0))
+        return self.fail.get("copy", 0)
+
+    def cudaMemcpy2DAsync(self, dst, dst_pitch, src, src_pitch, width, rows, kind, stream):
+        assert kind == 1 and src_pitch == width
+        self.submitted.append(("2d", dst, dst_pitch, src, width, rows, stream or 0))
         return 0
 
-    return call
+    def cudaStreamIsCapturing(self, stream, answer):
+        answer[0] = int((stream or 0) in self.capturing)
+        return 0
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode):
+        mode[0], self.mode = self.mode, mode[0]
+        return 0
+
+    def cudaStreamQuery(self, stream):
+        assert self.mode == 2 and (stream or 0) not in self.capturing, "the query would break a capture"
+        return 0 if (stream or 0) in self.idle else 600
+
+    def cudaEventRecord(self, event, stream):
+        self.passed.discard(event)
+        self.recorded.append((event, stream or 0))
+        return self.fail.get("record", 0)
+
+    def cudaEventQuery(self, event):
+        assert self.mode == 2, "the query would break a capture"
+        return 0 if event in self.passed else 600
+
+    def cudaPointerGetAttributes(self, attributes, address):
+        attributes[0] = int(address in self.pinned)
+        return 0
+
+    def cudaGetLastError(self):
+        return 0
 
 
-_A, _S, _N = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_COPY = ctypes.CFUNCTYPE(_N, _A, _A, _S, _N, _A)(_note("1d"))
-_COPY_ROWS = ctypes.CFUNCTYPE(_N, _A, _S, _A, _S, _S, _S, _N, _A)(_note("2d"))
+_runtime = None
+_library = None
 
 
 @pytest.fixture
 def library(monkeypatch):
-    """The compiled copies with three helpers, which submit to `submitted`. One for all tests: its threads stay."""
-    global _library
+    """The compiled copies with three helpers, which call `runtime`. One for all tests: its threads stay."""
+    global _library, _runtime
     from h2d_patch.copies import native
 
     if _library is None:
         if not any(map(shutil.which, native._COMPILERS)):
             pytest.skip("no C compiler")
         monkeypatch.setattr(native, "usable_cpus", lambda: 8)
-        _library = native.Native(*(ctypes.cast(f, _A).value for f in (_COPY, _COPY_ROWS)))
+        _runtime = FakeRuntime()
+        _library = native.Native(_runtime.addresses)
         assert _library.helpers == 3
+    _runtime.reset()
     return _library
 
 
 @pytest.fixture
-def submitted():
-    _submitted.clear()
-    return _submitted
+def runtime(library):
+    return _runtime

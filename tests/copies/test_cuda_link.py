@@ -48,7 +48,7 @@ def linked(monkeypatch):
     return link, runtime
 
 
-CALLS = [("copy", (1, 2, 3)), ("copy_rows", (1, 2, 3, 4, 5)), ("record", (7,)), ("is_capturing", ()), ("idle", ())]
+CALLS = [("copy", (1, 2, 3)), ("copy_rows", (1, 2, 3, 4, 5)), ("record", (7,)), ("is_capturing", ())]
 
 
 @pytest.mark.parametrize(("name", "args"), CALLS)
@@ -74,25 +74,34 @@ def test_whether_the_current_stream_captures_is_asked_of_the_link_s_own_device(l
     assert runtime.on[1:] == [("captures", 0)]
 
 
-@pytest.mark.parametrize("stream", [0, 0xBEEF])
-@pytest.mark.parametrize(("rows", "dst_pitch", "name"), [(1, 4, "copy"), (3, 4, "copy"), (3, 8, "copy_rows")])
-def test_without_the_compiled_copies_python_sends_the_same(linked, monkeypatch, stream, rows, dst_pitch, name):
-    monkeypatch.setattr(native, "loaded", None)
-    link, runtime = linked
-    source, at = torch.arange(24, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
-    link.send(1, dst_pitch, source.data_ptr(), 8, 4, rows, at.data_ptr(), stream)
-    assert runtime.on == [(name, 0 if stream else 1)]
-    assert torch.equal(at[: 4 * rows].view(rows, 4), source.view(3, 8)[:rows, :4])
+def test_a_lane_is_not_for_the_default_stream_of_another_device(linked, library, runtime):
+    link, other = linked
+    link._lane = None
+    memory = torch.zeros(8 << 10, dtype=torch.uint8)
+    source, target = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    send = (target.data_ptr(), 4, source.data_ptr(), 4, 4, 1, False)
+    assert link.send(*send) == native.NOT_HERE, "there is none yet"
+    assert link.open_lane(library, memory.data_ptr(), 8 << 10)
+    assert other.on == [("new_event", 1)] * native.SEGMENTS
+    assert link.send(*send) == native.NOT_HERE
+    link._current_stream = lambda index: 7
+    assert link.send(*send) == 0
+    runtime.run()
+    assert torch.equal(target, source)
+    link._index, link._current_stream = 0, lambda index: 0
+    assert link.send(*send) == 0
+    link.close()
+    assert link.send(*send) == native.NOT_HERE
 
 
-def test_the_compiled_copies_are_not_for_the_default_stream_of_another_device(linked, monkeypatch, library, submitted):
-    monkeypatch.setattr(native, "loaded", library)
-    link, runtime = linked
-    source, at = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    link.send(1, 4, source.data_ptr(), 4, 4, 1, at.data_ptr(), 0)
-    assert runtime.on == [("copy", 1)] and not submitted
-    link.send(1, 4, source.data_ptr(), 4, 4, 1, at.data_ptr(), 7)
-    assert [call[0] for call in submitted] == ["1d"] and len(runtime.on) == 1
-    link._index = 0
-    link.send(1, 4, source.data_ptr(), 4, 4, 1, at.data_ptr(), 0)
-    assert len(submitted) == 2
+def test_an_error_of_a_lane_s_copy_is_raised(linked, library, runtime, monkeypatch):
+    link, other = linked
+    monkeypatch.setattr(
+        type(other), "check", lambda self, name, code: (_ for _ in ()).throw(OSError(code, name)), raising=False
+    )
+    memory, source = torch.zeros(8 << 10, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
+    link._current_stream = lambda index: 7
+    assert link.open_lane(library, memory.data_ptr(), 8 << 10)
+    runtime.fail["copy"] = 700
+    with pytest.raises(OSError, match="700"):
+        link.send(1, 4, source.data_ptr(), 4, 4, 1, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import shutil
@@ -53,24 +54,203 @@ def test_threads_that_copy_at_the_same_time_get_what_is_theirs(library):
     assert not wrong
 
 
-def test_what_follows_the_snapshot_is_told_where_it_lies(library, submitted):
-    source = bytes_of(3 * 100)
-    at = torch.zeros(3 * 40, dtype=torch.uint8)
-    assert library.send(0x1000, 64, source.data_ptr(), 100, 40, 3, at.data_ptr(), 0x77, 0) == 0
-    assert library.send(0x2000, 40, source.data_ptr(), 100, 40, 3, at.data_ptr(), 0x77, 0) == 0
-    assert library.send(0x3000, 9, source.data_ptr(), 9, 7, 1, at.data_ptr(), 0x77, 0) == 0
-    assert submitted == [
-        ("2d", 0x1000, 64, at.data_ptr(), 40, 40, 3, 1, 0x77),
-        ("1d", 0x2000, at.data_ptr(), 120, 1, 0x77),
-        ("1d", 0x3000, at.data_ptr(), 7, 1, 0x77),
-    ]
-    assert torch.equal(at[7:].view(-1)[:33], source.view(3, 100)[0, 7:40])
+class Lane:
+    """Sends through a lane of 8 segments of 1 KiB; `at` says where in the lane the last one went."""
+
+    def __init__(self, library, runtime):
+        self.memory = torch.zeros(8 << 10, dtype=torch.uint8)
+        self.library, self.runtime = library, runtime
+        self.number = library.open_lane(self.memory.data_ptr(), 8 << 10, range(100, 108))
+
+    def send(self, nbytes, stream=1, *, value=1, helpers=0, unless_pinned=False):
+        source = torch.full((nbytes,), value, dtype=torch.uint8)
+        target = torch.zeros(nbytes, dtype=torch.uint8)
+        answer = self.library.send(
+            self.number, target.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1, stream, helpers, unless_pinned
+        )
+        source.fill_(255)
+        self.last = target
+        return answer
+
+    def at(self):
+        return self.runtime.submitted[-1][3] - self.memory.data_ptr()
 
 
-def test_the_error_of_the_submission_comes_back(library, submitted):
-    submitted.append("fail")
-    source, at = bytes_of(8), torch.zeros(8, dtype=torch.uint8)
-    assert library.send(0x1000, 8, source.data_ptr(), 8, 8, 1, at.data_ptr(), 0, 0) == 17
+@pytest.fixture
+def lane(library, runtime):
+    opened = Lane(library, runtime)
+    yield opened
+    library.close_lane(opened.number)
+
+
+def test_a_lane_sends_what_the_source_held_at_the_call(lane, runtime):
+    assert lane.send(300, value=7) == 0
+    assert runtime.submitted and not lane.last.any()
+    runtime.run()
+    assert bool((lane.last == 7).all())
+
+
+def test_rows_go_from_one_pitch_to_another(lane, runtime, library):
+    source = torch.arange(3 * 100, dtype=torch.uint8)
+    target = torch.zeros(3 * 64, dtype=torch.uint8)
+    rows = source.view(3, 100)[:, :40].clone()
+    assert library.send(lane.number, target.data_ptr(), 64, source.data_ptr(), 100, 40, 3, 1, 0, False) == 0
+    source.fill_(0)
+    runtime.run()
+    assert torch.equal(target.view(3, 64)[:, :40], rows) and not target.view(3, 64)[:, 40:].any()
+    source.copy_(torch.arange(3 * 100, dtype=torch.uint8))
+    dense = torch.zeros(120, dtype=torch.uint8)
+    assert library.send(lane.number, dense.data_ptr(), 40, source.data_ptr(), 100, 40, 3, 1, 0, False) == 0
+    assert runtime.submitted[-1][0] == "1d"
+    runtime.run()
+    assert torch.equal(dense.view(3, 40), rows)
+
+
+def test_a_segment_is_used_again_only_behind_its_event_or_on_an_idle_stream(lane, runtime):
+    places = []
+    for _ in range(32):  # 8 segments of 4 copies, all of which wait
+        assert lane.send(200) == 0
+        places.append(lane.at())
+    assert len(set(places)) == 32 and all(place % 256 == 0 for place in places)
+    assert lane.send(200) == native.NOT_HERE
+    assert [event for event, _ in runtime.recorded] == list(range(100, 108))
+    runtime.passed.add(103)
+    assert lane.send(200) == 0 and lane.at() == 3 << 10
+    assert [lane.send(200) for _ in range(4)] == [0, 0, 0, native.NOT_HERE]
+    runtime.passed.add(107)
+    assert lane.send(200) == 0 and lane.at() == 7 << 10
+
+
+def test_on_an_idle_stream_a_larger_copy_goes_where_the_last_one_was(library, runtime):
+    memory = torch.zeros(8 << 20, dtype=torch.uint8)
+    number = library.open_lane(memory.data_ptr(), memory.numel(), range(8))
+    source, target = bytes_of(40 << 10), torch.zeros(40 << 10, dtype=torch.uint8)
+
+    def send():
+        n = source.numel()
+        assert library.send(number, target.data_ptr(), n, source.data_ptr(), n, n, 1, 1, 0, False) == 0
+        return runtime.submitted[-1][3] - memory.data_ptr()
+
+    assert [send(), send()] == [0, 40 << 10]
+    runtime.idle.add(1)
+    assert [send(), send()] == [0, 0]
+    runtime.idle.clear()
+    assert send() == 40 << 10
+    library.close_lane(number)
+
+
+def test_each_stream_has_segments_of_its_own(lane, runtime):
+    assert [lane.send(200, 1), lane.send(200, 2), lane.send(200, 1)] == [0, 0, 0]
+    assert [copy[3] - lane.memory.data_ptr() for copy in runtime.submitted] == [0, 1024, 256]
+    runtime.idle.add(1)
+    for _ in range(4):
+        lane.send(200, 1)
+    assert lane.at() < 1024, "of stream 1 alone"
+    for _ in range(4):
+        lane.send(200, 2)
+    assert runtime.recorded == [(101, 2)], "stream 2 is not idle, its segment is full"
+
+
+def test_nothing_is_done_for_a_stream_that_captures(lane, runtime):
+    runtime.capturing.add(1)
+    assert lane.send(200) == native.CAPTURING and not runtime.submitted
+    assert lane.send(200, 2) == 0
+
+
+def test_pinned_memory_is_left_alone_where_that_is_asked_for(lane, runtime, library):
+    source, target = bytes_of(100), torch.zeros(100, dtype=torch.uint8)
+    runtime.pinned.add(source.data_ptr())
+    send = (lane.number, target.data_ptr(), 100, source.data_ptr(), 100, 100, 1, 1, 0)
+    assert library.send(*send, True) == native.PINNED and not runtime.submitted
+    assert library.send(*send, False) == 0
+
+
+def test_what_is_larger_than_a_segment_is_not_for_the_lane(lane, runtime):
+    assert lane.send(1024) == 0
+    assert lane.send(1025) == native.NOT_HERE and len(runtime.submitted) == 1
+
+
+def test_the_error_of_the_submission_comes_back(lane, runtime):
+    runtime.fail["copy"] = 17
+    assert lane.send(100) == 17
+
+
+def test_a_lane_whose_event_cannot_be_recorded_is_of_no_use_any_more(lane, runtime):
+    for _ in range(4):
+        lane.send(200)
+    runtime.fail["record"] = 719
+    assert lane.send(200) == native.NOT_HERE
+    runtime.fail.clear()
+    runtime.idle.add(1)
+    assert lane.send(200) == native.NOT_HERE
+
+
+def test_a_closed_lane_and_one_too_small_take_nothing(library, runtime):
+    assert library.open_lane(0, 8 * 255, range(8)) is None
+    closed = Lane(library, runtime)
+    library.close_lane(closed.number)
+    assert closed.send(100) == native.NOT_HERE
+
+
+def test_a_lane_that_is_in_use_is_not_waited_for(lane, runtime, monkeypatch):
+    inside, go_on, answers = threading.Event(), threading.Event(), []
+    submit = type(runtime).cudaMemcpyAsync
+
+    def slow(self, *args):
+        inside.set()
+        go_on.wait(10)
+        return submit(self, *args)
+
+    pointer = ctypes.c_void_p
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer)(
+        lambda *args: slow(runtime, *args)
+    )
+    functions = [ctypes.cast(callback, pointer).value, *runtime.addresses[1:]]
+    other = native.Native(functions)  # a library of its own, with lanes of its own
+    blocked = Lane(other, runtime)
+    first = threading.Thread(target=lambda: answers.append(blocked.send(100)))
+    first.start()
+    assert inside.wait(10)
+    assert blocked.send(100) == native.NOT_HERE
+    go_on.set()
+    first.join()
+    assert answers == [0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_on_streams_never_see_each_others_bytes(library, runtime, seed):
+    memory = torch.zeros(8 << 12, dtype=torch.uint8)
+    number = library.open_lane(memory.data_ptr(), memory.numel(), range(8))
+    wrong, sent = [], [0]
+
+    def run(stream: int) -> None:
+        numbers = random.Random(seed * 100 + stream)
+        waiting = []
+        for _ in range(300):
+            n, value = numbers.randrange(1, 4096), numbers.randrange(1, 255)
+            source, target = torch.full((n,), value, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
+            if library.send(number, target.data_ptr(), n, source.data_ptr(), n, n, 1, stream, 2, False) == 0:
+                sent[0] += 1
+                waiting.append((target, value))
+            source.fill_(255)
+            if numbers.random() < 0.1:
+                with lock:  # the device gets to the end of this stream
+                    mine = [copy for copy in runtime.submitted if copy[6] == stream]
+                    for copy in mine:
+                        runtime.submitted.remove(copy)
+                        ctypes.memmove(copy[1], copy[3], copy[4])
+                    runtime.passed.update(event for event, of in runtime.recorded if of == stream)
+                wrong.extend(v for t, v in waiting if not bool((t == v).all()))
+                waiting.clear()
+
+    lock = threading.Lock()
+    threads = [threading.Thread(target=run, args=(stream,)) for stream in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    library.close_lane(number)
+    assert not wrong and sent[0] > 100
 
 
 def test_a_forked_child_has_none_of_it_and_the_parent_keeps_its_own(library, monkeypatch):
@@ -95,19 +275,19 @@ def test_a_forked_child_has_none_of_it_and_the_parent_keeps_its_own(library, mon
 def test_without_a_compiler_that_works_the_error_says_why(monkeypatch, compiler, words):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises((OSError, RuntimeError), match=words):
-        native.Native(0, 0)
+        native.Native([0] * 9)
 
 
 def test_without_any_compiler_the_error_names_those_looked_for(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="no C compiler"):
-        native.Native(0, 0)
+        native.Native([0] * 9)
 
 
 def test_nothing_stays_on_disk(monkeypatch, tmp_path, library):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    native.Native(0, 0)
+    native.Native([0] * 9)
     assert not list(tmp_path.iterdir())
 
 

@@ -28,6 +28,15 @@ def test_pieces_are_aligned_and_do_not_overlap(make_ring):
     assert ring.reserve(4096 - 1024).offset == 1024
 
 
+def test_a_view_of_a_piece_lies_where_its_address_says(held):
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    ring = staging.Ring(memory[1024:], held, torch.device("cpu"))
+    ring.reserve(256)
+    piece = ring.reserve(256)
+    view = piece.view(torch.int64, (2, 3), (3, 1), skip=8)
+    assert view.data_ptr() == piece.address + 8 == memory.data_ptr() + 1024 + 256 + 8
+
+
 def test_a_piece_may_be_as_large_as_the_region_and_no_larger(make_ring):
     ring = make_ring(1024)
     assert ring.reserve(1025) is staging.TOO_LARGE
@@ -140,27 +149,6 @@ def test_pieces_without_an_event_get_one_when_the_ring_is_full(make_ring, held):
     assert held.recorded == [small.event]
     held.passed.add(small.event)
     assert ring.reserve(256).offset == 0 and large.offset == 256
-
-
-def test_a_stream_that_is_idle_gives_its_pieces_back_without_an_event(make_ring, held):
-    ring = make_ring(1 << 20)
-    first = submit(ring, 128 << 10)
-    submit(ring, 1)
-    held.passed.add(first.event)
-    assert submit(ring, 128 << 10).offset == (128 << 10) + 256, "the small piece is still being read"
-    held.passed = Everything()
-    recorded = len(held.recorded)
-    held.is_idle = True
-    assert submit(ring, 128 << 10).offset == 0
-    assert len(held.recorded) == recorded + 1  # the one behind the last piece
-
-
-def test_a_stream_that_captures_is_not_asked_whether_it_is_idle(make_ring, held, monkeypatch):
-    ring = make_ring(1 << 20)
-    submit(ring, 256)
-    monkeypatch.setattr(held, "is_capturing", lambda stream: True)
-    monkeypatch.setattr(held, "idle", lambda stream: pytest.fail("the query would break the capture"))
-    assert submit(ring, 128 << 10).offset == 256
 
 
 def test_no_event_is_recorded_into_a_graph_that_another_thread_captures(make_ring, held, monkeypatch):
