@@ -151,9 +151,7 @@ class CudaLink:
         if code:
             self._runtime.check("cudaMemcpy2DAsync", code)
 
-    def send(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, unless_pinned: bool
-    ) -> int:
+    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
         lane = self._lane
         if lane is None:
             return native.NOT_HERE
@@ -162,7 +160,7 @@ class CudaLink:
         if nbytes > self._lane_bytes or not (stream or self._current_device() == self._index):
             return native.NOT_HERE
         helpers = self._native.helpers_for(nbytes) if nbytes >= native.PARALLEL_BYTES else 0
-        code = self._lane_send(lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers, unless_pinned)
+        code = self._lane_send(lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers)
         if code > 0:
             self._runtime.check("a copy out of the staging region", code)
         return code

@@ -8,15 +8,18 @@ from typing import Any, Final
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
-from h2d_patch.copies.snapshot import copy_bytes, dense_rows, snapshot
-from h2d_patch.copies.staging import ASYNCHRONOUS_ALREADY, DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
+from h2d_patch.copies.snapshot import dense_rows, gather, snapshot
+from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
 # From here on in parts, of this size: the first is on its way while the second is copied into the ring.
 _IN_PARTS_BYTES: Final = 16 << 20
 _PART_BYTES: Final = 8 << 20
+# From here on concatenated into the ring itself: below, torch.cat takes less time than a look at each tensor.
+_GATHERED_BYTES: Final = 512 << 10
 _MOST_PITCH: Final = 1 << 31  # of cudaMemcpy2D
 
 NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
+ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=False)
 NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
 BLOCKING: Final = Declined("a copy that is meant to block", counted=False)
 OTHER_ARGUMENTS: Final = Declined("arguments of .to() other than device and dtype")
@@ -26,14 +29,13 @@ _GRADIENT: Final = Declined("requires a gradient")
 _LAYOUT: Final = Declined("not a strided tensor")
 _LAZY_BIT: Final = Declined("a lazy conjugate or negative, or named dimensions")
 _BROADCAST: Final = Declined("a broadcast source")
-_COMPILING: Final = Declined("torch.compile is tracing")
 _DTYPES: Final = frozenset(DTYPES)
+# Only a complex tensor can be a lazy conjugate, and only what has a sign and a fraction a lazy negative: a part of one.
 _NEVER_LAZY: Final = frozenset(d for d in DTYPES if not d.is_floating_point and not d.is_complex)
 # Looked up once: each of these copies takes but a few microseconds.
 _Tensor: Final = torch.Tensor
 _STRIDED: Final = torch.strided
 _empty_like: Final = torch.empty_like
-_is_compiling: Final = torch.compiler.is_compiling
 
 
 def unfit(source: torch.Tensor) -> Declined | None:
@@ -47,11 +49,8 @@ def unfit(source: torch.Tensor) -> Declined | None:
     dtype = source.dtype
     if dtype not in _DTYPES:
         return Declined(f"dtype {dtype}")
-    # Only a complex tensor can be a lazy conjugate, and only one with a sign the lazy negative of such a one's part.
-    if (dtype not in _NEVER_LAZY and (source.is_conj() or source.is_neg())) or source.has_names():
+    if (dtype not in _NEVER_LAZY and (source.is_neg() or source.is_conj())) or source.has_names():
         return _LAZY_BIT
-    if _is_compiling():
-        return _COMPILING
     if not source.is_contiguous():
         strides = source.stride()
         if 0 in strides and any(not stride and size > 1 for size, stride in zip(source.shape, strides, strict=True)):
@@ -139,10 +138,14 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
         args[0] if len(args) == 1 and not kwargs else kwargs.get("device") if not args and len(kwargs) == 1 else None
     )
     if type(device) is torch.device:  # the two usual forms, for which there is nothing more to find out
-        dtype = None
-        ring = ring_for(device)
-    else:
-        ring, dtype = _ring_to(args, kwargs)
+        return _stage(source, ring_for(device), None)
+    return _stage(source, *_ring_to(args, kwargs))
+
+
+def _stage(
+    source: torch.Tensor, ring: Ring | Declined, dtype: torch.dtype | None, maybe_pinned: bool = True
+) -> torch.Tensor | Declined:
+    """A CPU tensor, through the ring; converted there if a dtype is given."""
     if type(ring) is Declined:
         return ring
     declined = unfit(source)
@@ -152,17 +155,17 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
     if not nbytes:
         return NOTHING_TO_COPY
     converts = dtype is not None and dtype != source.dtype
-    if nbytes < _IN_PARTS_BYTES and source.is_contiguous():
-        result = _empty_like(source, device=ring.device)
-        declined = ring.send(result.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1, source)
-        if declined is not None:
-            return declined
-        return result.to(dtype) if converts else result
-    if asynchronous_already(source, ring, same_order=not converts):
+    contiguous = source.is_contiguous()
+    if contiguous and maybe_pinned and ring.is_pinned and source.is_pinned():
         return ASYNCHRONOUS_ALREADY
     result = _empty_like(source, device=ring.device)
-    # With the strides of the result, both are dense in one order.
-    declined = _send(ring, source, result.stride(), result, nbytes)
+    if contiguous and nbytes < _IN_PARTS_BYTES:
+        declined = ring.send(result.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1)
+    else:
+        strides = result.stride()  # those of the source, if it has no gaps
+        if not contiguous and not converts and ring.is_pinned and strides == source.stride() and source.is_pinned():
+            return ASYNCHRONOUS_ALREADY
+        declined = _send(ring, source, strides, result, nbytes)
     if declined is not None:
         return declined
     # Converted on the device, as `.to` does where it may not block.
@@ -288,68 +291,54 @@ def original_copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> Any:
 
 
 def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> torch.Tensor | Declined:
-    """`torch.cat(tensors, dim=dim).to(*args, non_blocking=True, **kwargs)`, concatenated straight into the ring."""
+    """`torch.cat(tensors, dim=dim).to(*args, non_blocking=True, **kwargs)`; large ones are concatenated in the ring."""
     if not isinstance(tensors, (list, tuple)) or not tensors:
         return NOT_FROM_CPU
-    if not all(isinstance(t, torch.Tensor) and t.is_cpu for t in tensors):
+    first = tensors[0]
+    if not isinstance(first, _Tensor) or not first.is_cpu:
         return NOT_FROM_CPU
     ring, dtype = _ring_to(args, kwargs)
     if type(ring) is Declined:
         return ring
-    for tensor in tensors:
-        declined = unfit(tensor)
-        if declined is not None:
-            return declined
-    shape = _cat_shape(tensors, dim)
-    if type(shape) is Declined:
-        return shape
-    nbytes = sum(t.nbytes for t in tensors)
-    if not nbytes:
-        return NOTHING_TO_COPY
+    if len(tensors) * first.nbytes < _GATHERED_BYTES or not _end_to_end(tensors, dim):
+        return _stage(torch.cat(tensors, dim=dim), ring, dtype, maybe_pinned=False)
+    sizes = [tensor.nbytes for tensor in tensors]
+    nbytes = sum(sizes)
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
-    source_dtype = tensors[0].dtype
     with piece:
-        result = torch.empty(shape, dtype=source_dtype, device=ring.device)
-        if dim in (0, -len(shape)) and all(tensor.is_contiguous() for tensor in tensors):
-            at = piece.address
-            for tensor in tensors:
-                size = tensor.nbytes
-                copy_bytes(at, tensor.data_ptr(), size)
-                at += size
-        else:
-            torch.cat(tensors, dim=dim, out=piece.view(source_dtype, shape, result.stride()))
+        result = torch.empty(
+            (sum(len(tensor) for tensor in tensors), *first.shape[1:]), dtype=first.dtype, device=ring.device
+        )
+        gather(piece.address, [tensor.data_ptr() for tensor in tensors], sizes)
         piece.submitted = True
         ring.link.copy(result.data_ptr(), piece.address, nbytes, piece.stream)
-    return result if dtype is None or dtype == source_dtype else result.to(dtype)
+    return result if dtype is None or dtype == first.dtype else result.to(dtype)
+
+
+def _end_to_end(tensors: Sequence[Any], dim: Any) -> bool:
+    """Whether the memory of `tensors`, one behind the other, is their concatenation."""
+    first = tensors[0]
+    ndim = first.dim()
+    if dim not in (0, -ndim) or not 0 < ndim <= 3:  # of four dimensions torch.cat may keep channels_last
+        return False
+    dtype, rest = first.dtype, first.shape[1:]
+    return all(
+        isinstance(tensor, _Tensor)
+        and tensor.is_cpu
+        and unfit(tensor) is None
+        and tensor.dtype is dtype
+        and tensor.dim() == ndim
+        and tensor.shape[1:] == rest
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        for tensor in tensors
+    )
 
 
 def original_cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> Any:
     return torch.cat(tensors, dim=dim).to(*args, non_blocking=True, **kwargs)
-
-
-def _cat_shape(tensors: Sequence[torch.Tensor], dim: Any) -> list[int] | Declined:
-    first = tensors[0]
-    ndim = first.dim()
-    if ndim > 3:
-        return Declined("concatenation of more than three dimensions")  # torch.cat may keep channels_last there
-    if type(dim) is not int or not -ndim <= dim < ndim:
-        return Declined("concatenation along no dimension of the tensors")
-    dim %= ndim
-    shape = list(first.shape)
-    shape[dim] = 0
-    for tensor in tensors:
-        other = list(tensor.shape)
-        if len(other) != ndim:
-            return Declined("concatenation of different shapes")
-        shape[dim] += other[dim]
-        other[dim] = shape[dim]
-        if other != shape:
-            return Declined("concatenation of different shapes")
-        if tensor.dtype is not first.dtype:
-            return Declined("concatenation of different dtypes")
-    return shape
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -359,24 +348,36 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def _leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor | Declined:
+    if type(device) is not torch.device:
+        return to_device(source, device=device)
+    return _stage(source, ring_for(device), None) if source.is_cpu else NOT_FROM_CPU
+
+
+def _original_leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor:
+    return source.to(device=device, non_blocking=True)
+
+
 def bind_nested(ledger: Ledger) -> Callable[..., Any]:
     """`nested_to_device(tensors, device)`: `.to(device=device, non_blocking=True)` of each tensor in `tensors`.
 
     `tensors`: any nesting of lists, tuples and dicts, which come back as plain lists, tuples and dicts; other leaves
     are not touched. The ledger counts tensors.
     """
-    return _nested(bind_to_device(ledger))
+    return _nested(falling_back(_leaf_to_device, _original_leaf_to_device)(ledger))
 
 
-def _nested(leaf: Callable[..., Any]) -> Callable[..., Any]:
+def _nested(leaf: Callable[[torch.Tensor, Any], Any]) -> Callable[..., Any]:
     def walk(value: Any, device: Any) -> Any:
+        if isinstance(value, _Tensor):
+            return leaf(value, device)
         if isinstance(value, dict):
             return {key: walk(item, device) for key, item in value.items()}
         if isinstance(value, list):
             return [walk(item, device) for item in value]
         if isinstance(value, tuple):
             return tuple(walk(item, device) for item in value)
-        return leaf(value, device=device) if isinstance(value, torch.Tensor) else value
+        return value
 
     def nested_to_device(tensors: Any, device: Any) -> Any:
         return tensors if device is None else walk(tensors, device)
@@ -396,5 +397,5 @@ ORIGINALS: Final[Mapping[str, Callable[..., Any]]] = {
     "to_device": original_to_device,
     "copy_h2d": original_copy_h2d,
     "cat_to_device": original_cat_to_device,
-    "nested_to_device": _nested(original_to_device),
+    "nested_to_device": _nested(_original_leaf_to_device),
 }

@@ -11,12 +11,15 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
-enum { HOST_TO_DEVICE = 1, HOST_MEMORY = 1, RELAXED_CAPTURE = 2 }; /* the runtime's numbers */
+enum { HOST_TO_DEVICE = 1, RELAXED_CAPTURE = 2 }; /* the runtime's numbers */
 enum { MOST_THREADS = 64, SPINS = 20000, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
-enum { NOT_HERE = -1, CAPTURING = -2, PINNED = -3 };
+enum { NOT_HERE = -1, CAPTURING = -2 };
 static const size_t SMALLEST_CHUNK = 64 << 10;
-static const size_t IN_CACHE = 32 << 10;
+static const size_t IN_CACHE = 32 << 10, MOST_IN_CACHE = 1 << 20; /* where it matters what is in the caches */
 
 struct runtime {
     int (*copy)(void *, const void *, size_t, int, void *);
@@ -26,22 +29,66 @@ struct runtime {
     int (*stream_query)(void *);
     int (*event_record)(void *, void *);
     int (*event_query)(void *);
-    int (*pointer_attributes)(void *, const void *);
     int (*last_error)(void);
 };
 static struct runtime cuda;
 
-/* `rows` rows of `width` bytes, every `pitch` bytes from `src`, to dense memory at `dst`. */
+/* What to copy to dense memory at `dst`: `bytes` in rows of `width`, one every `pitch` bytes from `src`; or, of `parts`
+ * that lie anywhere, part i, which ends `ends[i]` bytes from `dst`. `stream`: past the caches. */
 struct job {
     char *dst;
     const char *src;
     size_t pitch, width, bytes, chunk;
+    const char *const *parts;
+    const size_t *ends;
+    int stream;
 };
+
+/* Memory that is not in the caches is not read before it is written: 256 KiB took 21 us where memcpy took 31. */
+static void copy_past_caches(char *dst, const char *src, size_t bytes)
+{
+#ifdef __SSE2__
+    size_t head = -(size_t)dst & 15;
+    if (bytes > head + 64) {
+        memcpy(dst, src, head);
+        dst += head, src += head, bytes -= head;
+        for (; bytes >= 64; dst += 64, src += 64, bytes -= 64) {
+            __m128i a = _mm_loadu_si128((const __m128i *)src), b = _mm_loadu_si128((const __m128i *)(src + 16));
+            __m128i c = _mm_loadu_si128((const __m128i *)(src + 32)), d = _mm_loadu_si128((const __m128i *)(src + 48));
+            _mm_stream_si128((__m128i *)dst, a);
+            _mm_stream_si128((__m128i *)(dst + 16), b);
+            _mm_stream_si128((__m128i *)(dst + 32), c);
+            _mm_stream_si128((__m128i *)(dst + 48), d);
+        }
+        _mm_sfence(); /* the device may be told to read it next */
+    }
+#endif
+    memcpy(dst, src, bytes);
+}
+
+static void copy_run(const struct job *job, size_t to, const char *src, size_t bytes)
+{
+    if (job->stream)
+        copy_past_caches(job->dst + to, src, bytes);
+    else
+        memcpy(job->dst + to, src, bytes);
+}
 
 static void copy_part(const struct job *job, size_t from, size_t to)
 {
+    if (job->parts) {
+        size_t i = 0;
+        while (job->ends[i] <= from)
+            i++;
+        for (; from < to; i++) {
+            size_t start = i ? job->ends[i - 1] : 0, end = job->ends[i] < to ? job->ends[i] : to;
+            copy_run(job, from, job->parts[i] + (from - start), end - from);
+            from = end;
+        }
+        return;
+    }
     if (job->pitch == job->width) {
-        memcpy(job->dst + from, job->src + from, to - from);
+        copy_run(job, from, job->src + from, to - from);
         return;
     }
     while (from < to) {
@@ -49,7 +96,7 @@ static void copy_part(const struct job *job, size_t from, size_t to)
         size_t length = job->width - column;
         if (length > to - from)
             length = to - from;
-        memcpy(job->dst + from, job->src + row * job->pitch + column, length);
+        copy_run(job, from, job->src + row * job->pitch + column, length);
         from += length;
     }
 }
@@ -121,10 +168,8 @@ int h2d_start(int number, const struct runtime *runtime)
     return threads;
 }
 
-/* Dense at `dst`: `rows` rows of `width` bytes, every `pitch` bytes from `src`, by up to `helpers` threads and this one. */
-void h2d_copy(void *dst, const void *src, size_t pitch, size_t width, size_t rows, int helpers)
+static void copy_job(struct job job, int helpers)
 {
-    struct job job = {dst, src, rows == 1 ? width : pitch, width, width * rows, 0};
     if (helpers > threads)
         helpers = threads;
     if (helpers < 1 || pthread_mutex_trylock(&in_use)) {
@@ -151,6 +196,20 @@ void h2d_copy(void *dst, const void *src, size_t pitch, size_t width, size_t row
     copy_chunks(&job);
     wait_for_zero(&left);
     pthread_mutex_unlock(&in_use);
+}
+
+/* Dense at `dst`: `rows` rows of `width` bytes, every `pitch` bytes from `src`, by up to `helpers` threads and this one. */
+void h2d_copy(void *dst, const void *src, size_t pitch, size_t width, size_t rows, int helpers)
+{
+    struct job job = {dst, src, rows == 1 ? width : pitch, width, width * rows, 0, NULL, NULL, width * rows >= IN_CACHE};
+    copy_job(job, helpers);
+}
+
+/* Dense at `dst`: `number` parts one behind the other, the last of which ends after `ends[number - 1]` bytes. */
+void h2d_gather(void *dst, const char *const *parts, const size_t *ends, size_t number, int helpers)
+{
+    struct job job = {dst, NULL, 0, 0, ends[number - 1], 0, parts, ends, ends[number - 1] >= IN_CACHE};
+    copy_job(job, helpers);
 }
 
 /* A lane: pinned memory in segments, each of which takes copies of one stream, one behind the other, until it is full.
@@ -245,18 +304,11 @@ static struct segment *segment_for(struct lane *lane, void *stream, size_t bytes
 }
 
 /* `rows` rows of `width` bytes, every `src_pitch` bytes from `src`: now to the lane, then, on `stream`, from there to
- * every `dst_pitch` bytes of device memory `dst`. `unless_pinned`: but not if `src` is pinned memory.
- * Returns 0; CUDA's error; PINNED, CAPTURING, or NOT_HERE where the lane has no room or is in use, nothing being done. */
+ * every `dst_pitch` bytes of device memory `dst`.
+ * Returns 0; CUDA's error; CAPTURING, or NOT_HERE where the lane has no room or is in use, nothing being done. */
 int h2d_send(int number, void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width, size_t rows,
-             void *stream, int helpers, int unless_pinned)
+             void *stream, int helpers)
 {
-    if (unless_pinned) {
-        int attributes[64] = {0}; /* cudaPointerAttributes, larger in newer releases; the kind of memory comes first */
-        if (cuda.pointer_attributes(attributes, src))
-            cuda.last_error();
-        else if (attributes[0] == HOST_MEMORY)
-            return PINNED;
-    }
     int capturing = 0, code = cuda.is_capturing(stream, &capturing);
     if (code)
         return code;
@@ -273,7 +325,10 @@ int h2d_send(int number, void *dst, size_t dst_pitch, const void *src, size_t sr
     }
     char *at = segment->base + segment->used;
     segment->used += room;
-    h2d_copy(at, src, src_pitch, width, rows, helpers);
+    /* What was used just now is in the caches, as far as it fits. */
+    int again = segment->used == room && bytes <= MOST_IN_CACHE;
+    struct job job = {at, src, rows == 1 ? width : src_pitch, width, bytes, 0, NULL, NULL, bytes >= IN_CACHE && !again};
+    copy_job(job, helpers);
     if (rows == 1 || dst_pitch == width)
         code = cuda.copy(dst, at, bytes, HOST_TO_DEVICE, stream);
     else

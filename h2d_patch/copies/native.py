@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +31,6 @@ PARALLEL_BYTES: Final = 1 << 20  # below, waking threads takes as long as it sav
 # What `send` answers beside 0 and CUDA's error codes.
 NOT_HERE: Final = -1
 CAPTURING: Final = -2
-PINNED: Final = -3
 
 SEGMENTS: Final = 8  # of a lane
 RUNTIME: Final = (  # what the library calls, in its order
@@ -41,7 +41,6 @@ RUNTIME: Final = (  # what the library calls, in its order
     "cudaStreamQuery",
     "cudaEventRecord",
     "cudaEventQuery",
-    "cudaPointerGetAttributes",
     "cudaGetLastError",
 )
 
@@ -61,15 +60,23 @@ class Native:
         library.h2d_close_lane.argtypes = [number]
         library.h2d_copy.argtypes = [address, address, size, size, size, number]
         library.h2d_copy.restype = None
-        library.h2d_send.argtypes = [number, address, size, address, size, size, size, address, number, number]
+        library.h2d_send.argtypes = [number, address, size, address, size, size, size, address, number]
+        library.h2d_gather.argtypes = [address, address, address, size, number]
+        library.h2d_gather.restype = None
         self._library = library
         # (dst, src, pitch, width, rows, helpers)
         self.copy: Callable[[int, int, int, int, int, int], None] = library.h2d_copy
-        # (lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers, unless_pinned) → an answer
-        self.send: Callable[[int, int, int, int, int, int, int, int, int, bool], int] = library.h2d_send
+        # (lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers) → an answer
+        self.send: Callable[[int, int, int, int, int, int, int, int, int], int] = library.h2d_send
         # Half of what this process may use, the calling thread included: the rest is the engine's.
         wanted = max(0, min(_MOST_HELPERS, usable_cpus() // 2 - 1))
         self.helpers: Final[int] = library.h2d_start(wanted, (address * len(runtime))(*runtime))
+
+    def gather(self, dst: int, parts: Sequence[int], sizes: Sequence[int]) -> None:
+        """`sizes[i]` bytes, more than none, from each of `parts`, one behind the other to `dst`."""
+        number = len(parts)
+        ends = (ctypes.c_size_t * number)(*accumulate(sizes))
+        self._library.h2d_gather(dst, (ctypes.c_void_p * number)(*parts), ends, number, self.helpers_for(ends[-1]))
 
     def open_lane(self, at: int, nbytes: int, events: Sequence[int]) -> int | None:
         """The number of a lane over `nbytes` of pinned memory `at`; None if they are too few or the lanes too many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -43,6 +44,16 @@ def copy_rows(dst: int, src: int, pitch: int, width: int, rows: int) -> None:
             copy_bytes(dst, src, width)
             src += pitch
             dst += width
+
+
+def gather(dst: int, parts: Sequence[int], sizes: Sequence[int]) -> None:
+    """`sizes[i]` bytes, more than none, from each of `parts`, one behind the other to `dst`."""
+    if native.loaded is not None:
+        native.loaded.gather(dst, parts, sizes)
+        return
+    for part, size in zip(parts, sizes, strict=True):
+        copy_bytes(dst, part, size)
+        dst += size
 
 
 def dense_rows(source: torch.Tensor) -> tuple[int, int, int] | None:

@@ -34,7 +34,6 @@ _RECLAIM_EVERY: Final = 32
 CAPTURING: Final = Declined("a CUDA graph is being captured")
 FULL: Final = Declined("staging is full")
 TOO_LARGE: Final = Declined("larger than the staging region")
-ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=False)
 NOT_TO_CUDA: Final = Declined("destination is not a CUDA device", counted=False)
 
 
@@ -56,9 +55,7 @@ class Link(Protocol):
     def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
         """Submit a copy of `rows` dense rows of `width` bytes to every `pitch` bytes of the device's memory."""
 
-    def send(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, unless_pinned: bool
-    ) -> int:
+    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
         """What `Ring.send` does, without the ring: 0 where that was done, else what `native` calls the reason."""
 
     def close(self) -> None:
@@ -93,9 +90,7 @@ class CpuLink:
         for row in range(rows):
             ctypes.memmove(dst + row * pitch, src + row * width, width)
 
-    def send(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, unless_pinned: bool
-    ) -> int:
+    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
         return native.NOT_HERE
 
     def close(self) -> None:
@@ -214,30 +209,15 @@ class Ring:
             self._pieces.append(piece)
             return piece
 
-    def send(
-        self,
-        dst: int,
-        dst_pitch: int,
-        src: int,
-        src_pitch: int,
-        width: int,
-        rows: int,
-        unless_pinned: torch.Tensor | None = None,
-    ) -> Declined | None:
+    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> Declined | None:
         """Copy `rows` rows of `width` bytes, every `src_pitch` bytes from host address `src`, to every `dst_pitch`
-        bytes from device address `dst`; but not if `unless_pinned`, whose memory `src` is, turns out to be pinned.
-
-        `src` is read before this returns, `dst` is written in stream order."""
+        bytes from device address `dst`. `src` is read before this returns, `dst` is written in stream order."""
         link = self.link
-        answer = link.send(dst, dst_pitch, src, src_pitch, width, rows, unless_pinned is not None)
+        answer = link.send(dst, dst_pitch, src, src_pitch, width, rows)
         if not answer:
             return None
-        if answer == native.PINNED:
-            return ASYNCHRONOUS_ALREADY
         if answer == native.CAPTURING:
             return CAPTURING
-        if unless_pinned is not None and self.is_pinned and unless_pinned.is_pinned():
-            return ASYNCHRONOUS_ALREADY
         piece = self.reserve(width * rows)
         if type(piece) is Declined:
             return piece

@@ -80,7 +80,6 @@ class FakeRuntime:
             "cudaStreamQuery": (pointer,),
             "cudaEventRecord": (pointer, pointer),
             "cudaEventQuery": (pointer,),
-            "cudaPointerGetAttributes": (ctypes.POINTER(number), pointer),
             "cudaGetLastError": (),
         }
         self._functions = [
@@ -95,7 +94,6 @@ class FakeRuntime:
         self.capturing: set[int] = set()
         self.passed: set[int] = set()
         self.recorded: list[tuple[int, int]] = []
-        self.pinned: set[int] = set()
         self.fail: dict[str, int] = {}
         self.mode = 0
 
@@ -138,10 +136,6 @@ class FakeRuntime:
     def cudaEventQuery(self, event):
         assert self.mode == 2, "the query would break a capture"
         return 0 if event in self.passed else 600
-
-    def cudaPointerGetAttributes(self, attributes, address):
-        attributes[0] = int(address in self.pinned)
-        return 0
 
     def cudaGetLastError(self):
         return 0

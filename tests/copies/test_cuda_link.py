@@ -79,7 +79,7 @@ def test_a_lane_is_not_for_the_default_stream_of_another_device(linked, library,
     link._lane = None
     memory = torch.zeros(8 << 10, dtype=torch.uint8)
     source, target = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-    send = (target.data_ptr(), 4, source.data_ptr(), 4, 4, 1, False)
+    send = (target.data_ptr(), 4, source.data_ptr(), 4, 4, 1)
     assert link.send(*send) == native.NOT_HERE, "there is none yet"
     assert link.open_lane(library, memory.data_ptr(), 8 << 10)
     assert other.on == [("new_event", 1)] * native.SEGMENTS
@@ -104,4 +104,4 @@ def test_an_error_of_a_lane_s_copy_is_raised(linked, library, runtime, monkeypat
     assert link.open_lane(library, memory.data_ptr(), 8 << 10)
     runtime.fail["copy"] = 700
     with pytest.raises(OSError, match="700"):
-        link.send(1, 4, source.data_ptr(), 4, 4, 1, False)
+        link.send(1, 4, source.data_ptr(), 4, 4, 1)

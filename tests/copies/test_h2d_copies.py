@@ -121,7 +121,8 @@ def test_copy_h2d_converts(ledger):
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_cat_to_device_gives_the_bytes_and_strides_of_cat(data):
+@pytest.mark.parametrize("gathered", [0, 1 << 30])
+def test_cat_to_device_gives_the_bytes_and_strides_of_cat(gathered, data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool]))
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
@@ -133,7 +134,8 @@ def test_cat_to_device_gives_the_bytes_and_strides_of_cat(data):
             pieces.append(random_tensor(shape, dtype, i))
         else:
             pieces.append(piece[tuple(slice(0, 2 * n, 2) for n in shape)])
-    with forced_staging(1 << 16):
+    with forced_staging(1 << 16), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(h2d, "_GATHERED_BYTES", gathered)
         ours = h2d.cat_to_device(pieces, CPU, dim=dim)
     theirs = torch.cat(pieces, dim=dim)
     if theirs.numel():
@@ -253,11 +255,14 @@ def test_shapes_that_copy_would_broadcast_or_refuse_are_left_to_it(ledger):
         ([torch.ones(1, 2, 3, 4)], 0),
     ],
 )
-def test_unlike_pieces_are_left_to_cat_and_counted(ledger, pieces, dim):
+@pytest.mark.parametrize("gathered", [0, 1 << 30])
+def test_unlike_pieces_are_left_to_cat(ledger, monkeypatch, pieces, dim, gathered):
+    monkeypatch.setattr(h2d, "_GATHERED_BYTES", gathered)
     with forced_staging(1 << 12):
         ours = copies.cat_to_device.bind(ledger)(pieces, "cpu", dim=dim)
-    assert torch.equal(ours, torch.cat(pieces, dim=dim)) and ours.dtype == torch.cat(pieces, dim=dim).dtype
-    assert ledger.fallbacks == 1
+    theirs = torch.cat(pieces, dim=dim)
+    assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+    assert ledger.fallbacks == (type(theirs) is not torch.Tensor), "a subclass goes the original's way"
 
 
 def test_cat_raises_its_own_exceptions(ledger):

@@ -31,6 +31,26 @@ def test_rows_become_dense_and_nothing_else_is_written(library, helpers, rows, w
     assert not target[:64].any() and not target[-64:].any()
 
 
+@pytest.mark.parametrize("helpers", [0, 3])
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 3], [5_000_001, 1, 63, 700_000], [1 << 20] * 5, [100] * 3000])
+def test_parts_lie_one_behind_the_other(library, monkeypatch, sizes, helpers):
+    monkeypatch.setattr(type(library), "helpers_for", lambda self, nbytes: helpers)
+    parts = [bytes_of(size) for size in sizes]
+    target = torch.zeros(sum(sizes) + 128, dtype=torch.uint8)
+    library.gather(target.data_ptr() + 64, [part.data_ptr() for part in parts], sizes)
+    assert torch.equal(target[64:-64], torch.cat(parts))
+    assert not target[:64].any() and not target[-64:].any()
+
+
+@pytest.mark.parametrize("skip", [0, 1, 15, 16])
+@pytest.mark.parametrize("nbytes", [(32 << 10) - 1, 32 << 10, (32 << 10) + 1, (64 << 10) + 63])
+def test_any_alignment_past_the_caches(library, nbytes, skip):
+    source, target = bytes_of(nbytes + 3), torch.zeros(nbytes + 64, dtype=torch.uint8)
+    library.copy(target.data_ptr() + skip, source.data_ptr() + 3, nbytes, nbytes, 1, 0)
+    assert torch.equal(target[skip : skip + nbytes], source[3:])
+    assert not target[:skip].any() and not target[skip + nbytes :].any()
+
+
 def test_threads_that_copy_at_the_same_time_get_what_is_theirs(library):
     wrong = []
 
@@ -62,11 +82,11 @@ class Lane:
         self.library, self.runtime = library, runtime
         self.number = library.open_lane(self.memory.data_ptr(), 8 << 10, range(100, 108))
 
-    def send(self, nbytes, stream=1, *, value=1, helpers=0, unless_pinned=False):
+    def send(self, nbytes, stream=1, *, value=1, helpers=0):
         source = torch.full((nbytes,), value, dtype=torch.uint8)
         target = torch.zeros(nbytes, dtype=torch.uint8)
         answer = self.library.send(
-            self.number, target.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1, stream, helpers, unless_pinned
+            self.number, target.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1, stream, helpers
         )
         source.fill_(255)
         self.last = target
@@ -94,13 +114,13 @@ def test_rows_go_from_one_pitch_to_another(lane, runtime, library):
     source = torch.arange(3 * 100, dtype=torch.uint8)
     target = torch.zeros(3 * 64, dtype=torch.uint8)
     rows = source.view(3, 100)[:, :40].clone()
-    assert library.send(lane.number, target.data_ptr(), 64, source.data_ptr(), 100, 40, 3, 1, 0, False) == 0
+    assert library.send(lane.number, target.data_ptr(), 64, source.data_ptr(), 100, 40, 3, 1, 0) == 0
     source.fill_(0)
     runtime.run()
     assert torch.equal(target.view(3, 64)[:, :40], rows) and not target.view(3, 64)[:, 40:].any()
     source.copy_(torch.arange(3 * 100, dtype=torch.uint8))
     dense = torch.zeros(120, dtype=torch.uint8)
-    assert library.send(lane.number, dense.data_ptr(), 40, source.data_ptr(), 100, 40, 3, 1, 0, False) == 0
+    assert library.send(lane.number, dense.data_ptr(), 40, source.data_ptr(), 100, 40, 3, 1, 0) == 0
     assert runtime.submitted[-1][0] == "1d"
     runtime.run()
     assert torch.equal(dense.view(3, 40), rows)
@@ -128,7 +148,7 @@ def test_on_an_idle_stream_a_larger_copy_goes_where_the_last_one_was(library, ru
 
     def send():
         n = source.numel()
-        assert library.send(number, target.data_ptr(), n, source.data_ptr(), n, n, 1, 1, 0, False) == 0
+        assert library.send(number, target.data_ptr(), n, source.data_ptr(), n, n, 1, 1, 0) == 0
         return runtime.submitted[-1][3] - memory.data_ptr()
 
     assert [send(), send()] == [0, 40 << 10]
@@ -155,14 +175,6 @@ def test_nothing_is_done_for_a_stream_that_captures(lane, runtime):
     runtime.capturing.add(1)
     assert lane.send(200) == native.CAPTURING and not runtime.submitted
     assert lane.send(200, 2) == 0
-
-
-def test_pinned_memory_is_left_alone_where_that_is_asked_for(lane, runtime, library):
-    source, target = bytes_of(100), torch.zeros(100, dtype=torch.uint8)
-    runtime.pinned.add(source.data_ptr())
-    send = (lane.number, target.data_ptr(), 100, source.data_ptr(), 100, 100, 1, 1, 0)
-    assert library.send(*send, True) == native.PINNED and not runtime.submitted
-    assert library.send(*send, False) == 0
 
 
 def test_what_is_larger_than_a_segment_is_not_for_the_lane(lane, runtime):
@@ -229,7 +241,7 @@ def test_threads_on_streams_never_see_each_others_bytes(library, runtime, seed):
         for _ in range(300):
             n, value = numbers.randrange(1, 4096), numbers.randrange(1, 255)
             source, target = torch.full((n,), value, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8)
-            if library.send(number, target.data_ptr(), n, source.data_ptr(), n, n, 1, stream, 2, False) == 0:
+            if library.send(number, target.data_ptr(), n, source.data_ptr(), n, n, 1, stream, 2) == 0:
                 sent[0] += 1
                 waiting.append((target, value))
             source.fill_(255)
@@ -239,7 +251,7 @@ def test_threads_on_streams_never_see_each_others_bytes(library, runtime, seed):
                     for copy in mine:
                         runtime.submitted.remove(copy)
                         ctypes.memmove(copy[1], copy[3], copy[4])
-                    runtime.passed.update(event for event, of in runtime.recorded if of == stream)
+                    runtime.passed.update(event for event, of in dict(runtime.recorded).items() if of == stream)
                 wrong.extend(v for t, v in waiting if not bool((t == v).all()))
                 waiting.clear()
 
@@ -275,19 +287,19 @@ def test_a_forked_child_has_none_of_it_and_the_parent_keeps_its_own(library, mon
 def test_without_a_compiler_that_works_the_error_says_why(monkeypatch, compiler, words):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises((OSError, RuntimeError), match=words):
-        native.Native([0] * 9)
+        native.Native([0] * len(native.RUNTIME))
 
 
 def test_without_any_compiler_the_error_names_those_looked_for(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="no C compiler"):
-        native.Native([0] * 9)
+        native.Native([0] * len(native.RUNTIME))
 
 
 def test_nothing_stays_on_disk(monkeypatch, tmp_path, library):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    native.Native([0] * 9)
+    native.Native([0] * len(native.RUNTIME))
     assert not list(tmp_path.iterdir())
 
 

@@ -47,3 +47,10 @@ def test_a_snapshot_has_the_source_s_values_in_the_layout_that_was_asked_for(way
     strides = source.contiguous().stride()
     snapshot.snapshot(source, piece, strides, 64)
     assert torch.equal(piece.view(source.dtype, source.shape, strides, 64), source)
+
+
+def test_parts_lie_one_behind_the_other(ways):
+    parts = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (1, 700_000, 3)]
+    target = torch.zeros(700_004, dtype=torch.uint8)
+    snapshot.gather(target.data_ptr(), [part.data_ptr() for part in parts], [part.numel() for part in parts])
+    assert torch.equal(target, torch.cat(parts))
