@@ -9,9 +9,11 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,71 @@ def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifes
     return 1 if notes or any(row["result"] == "failed" for row in rows) else 0
 
 
+def _bench_copies(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    from .bench import plot, results
+
+    if options.plot:
+        plot.require_matplotlib()  # now, not after the measurement
+    if options.source:
+        if options.json:
+            raise ConfigurationError("bench copies: both --from and --json; expected --json only where it measures")
+        result = results.load(options.source)
+        print(*results.lines(result), sep="\n")
+    else:
+        measured = _measure_copies(options, settings)
+        if measured is None:
+            return 1
+        result = measured
+    if options.plot and result["rows"]:
+        plot.draw(result, options.plot)
+    problems = results.problems(result)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _measure_copies(options: argparse.Namespace, settings: Settings) -> dict[str, Any] | None:
+    """None where the copies cannot run at all, which is said."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(f"bench copies: {error}; expected torch, which comes with vLLM") from None
+    from .bench import copies
+    from .bench.device import open_device
+
+    try:
+        device = open_device(options.device, options.own_stream)
+    except ValueError as error:
+        raise ConfigurationError(f"bench copies --device {error}") from None
+    try:
+        with _terminated_like_interrupted():
+            return copies.run(
+                device, settings.pinned_bytes, options.json, options.quick, options.repetitions, options.own_stream
+            )
+    except copies.NoRing as error:
+        print(f"h2d-patch: bench copies: no staging region: {_one_line(str(error))}", file=sys.stderr)
+    except copies.CannotWrite as error:
+        raise ConfigurationError(f"bench copies --json {error}; expected a file to write") from None
+    return None
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number from 1 to 10000")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="h2d-patch",
@@ -189,6 +256,31 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
     added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
+    text = "what copies cost on this machine: the original, upstream's fix and ours, in turn"
+    benches = commands.add_parser("bench", help=text, description=text).add_subparsers(required=True, metavar="WHAT")
+    added = benches.add_parser(
+        "copies",
+        help="host time of copies to the device, by size, form and queued GPU work",
+        description="Host time of copies to the device until the call returns, by size, form and queued GPU work; "
+        "whether the destination holds the values at the moment of the call; pinned memory allocated. Takes about two "
+        "minutes on a GPU that nothing else uses. H2D_PATCH_PINNED_MB bounds the staging region.",
+    )
+    added.set_defaults(run=_bench_copies)
+    added.add_argument("--json", type=Path, metavar="FILE", help="write every repetition; also if interrupted")
+    added.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture; needs h2d-patch[plot]")
+    added.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show a result, measure nothing")
+    added.add_argument("--quick", action="store_true", help="a few sizes of each form")
+    added.add_argument(
+        "--repetitions", type=_positive, default=60, metavar="N", help="idle and up to 1 MiB; the rest in proportion"
+    )
+    added.add_argument(
+        "--device", default="cuda:0", help="(default: cuda:0); on cpu all runs, and its numbers mean nothing"
+    )
+    added.add_argument(
+        "--own-stream",
+        action="store_true",
+        help="copy on a stream of its own, as a vLLM worker with NCCL does, not on the default stream",
+    )
     return parser
 
 

@@ -1,0 +1,65 @@
+"""The result of `bench copies` as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from h2d_patch.settings import ConfigurationError
+
+_NAMES: Final = {"original": "original", "upstream": "upstream's fix", "ours": "h2d_patch"}
+_COLOURS: Final = {"original": "tab:red", "upstream": "tab:orange", "ours": "tab:blue"}
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigurationError without it."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(f"--plot: {error}; expected it, as in: pip install 'h2d-patch[plot]'") from None
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Host time of pageable copies by size, a panel for each queue depth, and of M-RoPE copies by columns.
+
+    Raises ConfigurationError without matplotlib, or where `path` cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    depths = [str(ms) for ms in result["queued_ms"]]
+    figure = Figure(figsize=(4.2 * (len(depths) + 1), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(depths) + 1)
+    pageable = [row for row in result["rows"] if row["kind"] == "pageable"]
+    for panel, depth in zip(panels, depths, strict=False):
+        for arm, name in _NAMES.items():
+            panel.plot(*_points(pageable, depth, arm, 1024), ".-", color=_COLOURS[arm], label=name)
+        panel.set_title("pageable, idle GPU" if depth == "0" else f"pageable, {depth} ms queued")
+        panel.set_xlabel("KiB")
+    mrope = [row for row in result["rows"] if row["kind"] == "mrope"]
+    last = panels[-1]
+    for depth, style in {depths[0]: ".-", depths[-1]: ".:"}.items():
+        for arm, name in _NAMES.items():
+            label = f"{name}, {'idle' if depth == '0' else f'{depth} ms queued'}"
+            last.plot(*_points(mrope, depth, arm, 24), style, color=_COLOURS[arm], label=label)
+    last.set_title("M-RoPE positions [3, :n], int64")
+    last.set_xlabel("n")
+    panels[0].set_ylabel("µs until the call returns (median)")
+    for panel in panels:
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+    panels[0].legend()
+    last.legend(fontsize="x-small")
+    gpu = result.get("machine", {}).get("gpu") or "no GPU: the numbers mean nothing"
+    figure.suptitle(f"Host time of one copy to the device ({gpu})")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--plot {path}: {error}; expected a file to write, like copies.png") from None
+
+
+def _points(rows: list[Mapping[str, Any]], depth: str, arm: str, unit: int) -> tuple[list[float], list[float]]:
+    with_depth = [row for row in rows if depth in row["queued"]]
+    return [r["bytes"] / unit for r in with_depth], [r["queued"][depth][arm]["median_us"] for r in with_depth]
