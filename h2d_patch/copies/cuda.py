@@ -112,7 +112,6 @@ class CudaLink:
     def __init__(self, index: int, runtime: Runtime) -> None:
         self._index = index
         self._runtime = runtime
-        self._lane: int | None = None
         self._memcpy = runtime.memcpy
         self._memcpy_rows = runtime.memcpy_rows
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -150,33 +149,6 @@ class CudaLink:
                 code = self._memcpy_rows(dst, pitch, src, width, width, rows, _HOST_TO_DEVICE, stream)
         if code:
             self._runtime.check("cudaMemcpy2DAsync", code)
-
-    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
-        lane = self._lane
-        if lane is None:
-            return native.NOT_HERE
-        stream = self._current_stream(self._index)
-        nbytes = width * rows
-        if nbytes > self._lane_bytes or not (stream or self._current_device() == self._index):
-            return native.NOT_HERE
-        helpers = self._native.helpers_for(nbytes) if nbytes >= native.PARALLEL_BYTES else 0
-        code = self._lane_send(lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers)
-        if code > 0:
-            self._runtime.check("a copy out of the staging region", code)
-        return code
-
-    def open_lane(self, library: native.Native, at: int, nbytes: int) -> bool:
-        """Serve small copies from `nbytes` of pinned memory `at` on; False if that cannot be done."""
-        self._native = library
-        self._lane_send = library.send
-        self._lane = library.open_lane(at, nbytes, [self.new() for _ in range(native.SEGMENTS)])
-        self._lane_bytes = nbytes // native.SEGMENTS
-        return self._lane is not None
-
-    def close(self) -> None:
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            self._native.close_lane(lane)
 
     def new(self) -> int:
         with torch.cuda.device(self._index):

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
+from h2d_patch.copies.lane import lanes
 from h2d_patch.copies.snapshot import dense_rows, gather, snapshot
 from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
@@ -138,8 +139,34 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
         args[0] if len(args) == 1 and not kwargs else kwargs.get("device") if not args and len(kwargs) == 1 else None
     )
     if type(device) is torch.device:  # the two usual forms, for which there is nothing more to find out
-        return _stage(source, ring_for(device), None)
+        sent = _at_once(source, device)
+        return _stage(source, ring_for(device), None) if sent is None else sent
     return _stage(source, *_ring_to(args, kwargs))
+
+
+def _at_once(source: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """What `_stage` does for the usual small copy; None, nothing being done, for any other, which `_stage` looks into.
+
+    In one frame: where the interpreter has just woken, a call of Python's takes as long as one of CUDA's.
+    """
+    lane = lanes.get(device)
+    if (
+        lane is None
+        or type(source) is not _Tensor
+        or source.requires_grad
+        or source.layout is not _STRIDED
+        or source.dtype not in _DTYPES
+        or not source.is_contiguous()
+        or source.is_neg()
+        or source.is_conj()
+        or source.has_names()
+    ):
+        return None
+    nbytes = source.nbytes
+    if not 0 < nbytes <= lane.most or source.is_pinned():
+        return None
+    result = _empty_like(source, device=device)
+    return None if lane.send(result.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1) else result
 
 
 def _stage(
@@ -351,7 +378,10 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor | Declined:
     if type(device) is not torch.device:
         return to_device(source, device=device)
-    return _stage(source, ring_for(device), None) if source.is_cpu else NOT_FROM_CPU
+    if not source.is_cpu:
+        return NOT_FROM_CPU
+    sent = _at_once(source, device)
+    return _stage(source, ring_for(device), None) if sent is None else sent
 
 
 def _original_leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from h2d_patch.copies import native
 from h2d_patch.copies.call import Declined
+from h2d_patch.copies.lane import Lane
 from h2d_patch.copies.snapshot import copy_rows
 
 # Every piece starts on this boundary: any dtype fits, and two pieces never share a cache line.
@@ -55,12 +56,6 @@ class Link(Protocol):
     def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
         """Submit a copy of `rows` dense rows of `width` bytes to every `pitch` bytes of the device's memory."""
 
-    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
-        """What `Ring.send` does, without the ring: 0 where that was done, else what `native` calls the reason."""
-
-    def close(self) -> None:
-        """Be of no use for `send` any more."""
-
     def new(self) -> Any:
         """An event that was never recorded."""
 
@@ -89,12 +84,6 @@ class CpuLink:
     def copy_rows(self, dst: int, pitch: int, src: int, width: int, rows: int, stream: int) -> None:
         for row in range(rows):
             ctypes.memmove(dst + row * pitch, src + row * width, width)
-
-    def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
-        return native.NOT_HERE
-
-    def close(self) -> None:
-        pass
 
     def new(self) -> int:
         return 0
@@ -162,9 +151,13 @@ class Piece:
 
 
 class Ring:
-    """`memory` (1-D uint8), handed out front to back and around. Any thread may reserve and use pieces."""
+    """`memory` (1-D uint8), handed out front to back and around. Any thread may reserve and use pieces.
 
-    def __init__(self, memory: torch.Tensor, link: Link, device: torch.device) -> None:
+    `lane`: tried first by `send`.
+    """
+
+    def __init__(self, memory: torch.Tensor, link: Link, device: torch.device, lane: Lane | None = None) -> None:
+        self.lane: Final = lane
         self.memory: Final = memory
         self.address: Final = memory.data_ptr()
         self.origin: Final = memory.storage_offset()
@@ -212,12 +205,13 @@ class Ring:
     def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> Declined | None:
         """Copy `rows` rows of `width` bytes, every `src_pitch` bytes from host address `src`, to every `dst_pitch`
         bytes from device address `dst`. `src` is read before this returns, `dst` is written in stream order."""
+        if self.lane is not None:
+            answer = self.lane.send(dst, dst_pitch, src, src_pitch, width, rows)
+            if not answer:
+                return None
+            if answer == native.CAPTURING:
+                return CAPTURING
         link = self.link
-        answer = link.send(dst, dst_pitch, src, src_pitch, width, rows)
-        if not answer:
-            return None
-        if answer == native.CAPTURING:
-            return CAPTURING
         piece = self.reserve(width * rows)
         if type(piece) is Declined:
             return piece
@@ -245,7 +239,8 @@ class Ring:
     def retire(self, reason: str) -> None:
         """Hand out nothing any more."""
         self._retired = Declined(f"staging is out of use: {reason}")
-        self.link.close()
+        if self.lane is not None:
+            self.lane.close()
 
     def in_use(self) -> int:
         """Bytes that could not be handed out now, gaps at the end of the region included."""

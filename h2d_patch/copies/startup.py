@@ -110,6 +110,7 @@ def _open_ring(index: int, nbytes: int) -> int:
 
     from h2d_patch.copies import native
     from h2d_patch.copies.cuda import CudaLink, Runtime
+    from h2d_patch.copies.lane import Lane, lanes
     from h2d_patch.copies.staging import ALIGNMENT, Ring, process
 
     device = torch.device("cuda", index)
@@ -125,15 +126,18 @@ def _open_ring(index: int, nbytes: int) -> int:
                 if not memory.is_pinned():
                     raise OSError("torch does not see the region as pinned")
                 link = CudaLink(index, runtime)
-                lane = nbytes // _LANE_SHARE // ALIGNMENT * ALIGNMENT
-                if native.loaded is None or not link.open_lane(native.loaded, address, lane):
-                    lane = 0
-                ring = Ring(memory[lane:], link, device)
+                for_lane = nbytes // _LANE_SHARE // ALIGNMENT * ALIGNMENT
+                lane = None
+                if native.loaded is not None and for_lane >= native.SEGMENTS * ALIGNMENT:
+                    lane = Lane(native.loaded, link, runtime, index, address, for_lane)
+                ring = Ring(memory[for_lane if lane is not None else 0 :], link, device, lane)
                 _first_copies(ring)
             except BaseException:
                 runtime.free_pinned(address)
                 raise
         process.rings[device] = ring
+        if lane is not None:
+            lanes[device] = lane
         process.free[device] = lambda: runtime.free_pinned(address)
     except Exception as error:
         process.without[index] = _words(error)
@@ -160,8 +164,10 @@ def _first_copies(ring: Any) -> None:
 def _close_rings() -> None:
     import torch
 
+    from h2d_patch.copies.lane import lanes
     from h2d_patch.copies.staging import process
 
+    lanes.clear()
     for device, ring in list(process.rings.items()):
         ring.retire("stopped")
         with torch.cuda.device(device):

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from h2d_patch.copies import native  # noqa: E402
 from h2d_patch.copies.cuda import CudaLink  # noqa: E402
+from h2d_patch.copies.lane import Lane  # noqa: E402
 
 
 class Runtime:
@@ -74,34 +75,45 @@ def test_whether_the_current_stream_captures_is_asked_of_the_link_s_own_device(l
     assert runtime.on[1:] == [("captures", 0)]
 
 
-def test_a_lane_is_not_for_the_default_stream_of_another_device(linked, library, runtime):
+@pytest.fixture
+def lane(linked, library, monkeypatch):
     link, other = linked
-    link._lane = None
     memory = torch.zeros(8 << 10, dtype=torch.uint8)
+    opened = Lane(library, link, other, 1, memory.data_ptr(), 8 << 10)
+    assert other.on == [("new_event", 1)] * native.SEGMENTS
+    opened._current_device = link._current_device
+    opened._current_stream = lambda index: 7
+    opened.memory = memory
+    yield opened
+    opened.close()
+
+
+def test_a_lane_is_not_for_the_default_stream_of_another_device(lane, runtime):
     source, target = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     send = (target.data_ptr(), 4, source.data_ptr(), 4, 4, 1)
-    assert link.send(*send) == native.NOT_HERE, "there is none yet"
-    assert link.open_lane(library, memory.data_ptr(), 8 << 10)
-    assert other.on == [("new_event", 1)] * native.SEGMENTS
-    assert link.send(*send) == native.NOT_HERE
-    link._current_stream = lambda index: 7
-    assert link.send(*send) == 0
+    assert lane.send(*send) == 0
     runtime.run()
     assert torch.equal(target, source)
-    link._index, link._current_stream = 0, lambda index: 0
-    assert link.send(*send) == 0
-    link.close()
-    assert link.send(*send) == native.NOT_HERE
+    lane._current_stream = lambda index: 0
+    assert lane.send(*send) == native.NOT_HERE
+    lane._index = 0
+    assert lane.send(*send) == 0
+    assert lane.send(1, 1025, source.data_ptr(), 1025, 1025, 1) == native.NOT_HERE, "larger than a segment"
+    lane.close()
+    assert lane.send(*send) == native.NOT_HERE
 
 
-def test_an_error_of_a_lane_s_copy_is_raised(linked, library, runtime, monkeypatch):
-    link, other = linked
+def test_an_error_of_a_lane_s_copy_is_raised(linked, lane, runtime, monkeypatch):
+    _, other = linked
     monkeypatch.setattr(
         type(other), "check", lambda self, name, code: (_ for _ in ()).throw(OSError(code, name)), raising=False
     )
-    memory, source = torch.zeros(8 << 10, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
-    link._current_stream = lambda index: 7
-    assert link.open_lane(library, memory.data_ptr(), 8 << 10)
+    source = torch.arange(4, dtype=torch.uint8)
     runtime.fail["copy"] = 700
     with pytest.raises(OSError, match="700"):
-        link.send(1, 4, source.data_ptr(), 4, 4, 1)
+        lane.send(1, 4, source.data_ptr(), 4, 4, 1)
+
+
+def test_there_are_no_more_lanes_than_the_library_has(linked, library):
+    with pytest.raises(RuntimeError, match="no lane of 100 bytes"):
+        Lane(library, *linked, 1, 0, 100)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2d_patch import copies
-from h2d_patch.copies import forced_staging, h2d, staging
+from h2d_patch.copies import forced_staging, h2d, native, staging
 
 CPU = torch.device("cpu")
 DTYPES = staging.DTYPES
@@ -415,3 +417,71 @@ def test_a_large_copy_is_not_started_where_it_does_not_fit(ledger, make_ring, he
     source = torch.ones(nbytes, dtype=torch.uint8)
     assert torch.equal(copies.to_device.bind(ledger)(source, "cpu"), source)
     assert ledger.reasons == [reason] and ring.in_use() == before
+
+
+class FakeLane:
+    """Copies at once, or says it cannot."""
+
+    def __init__(self, answer=0):
+        self.most, self.answer, self.sent = 1000, answer, []
+
+    def send(self, dst, dst_pitch, src, src_pitch, width, rows):
+        assert dst_pitch == src_pitch == width and rows == 1
+        if not self.answer:
+            ctypes.memmove(dst, src, width)
+            self.sent.append(width)
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "source, at_once",
+    [
+        (torch.arange(10), True),
+        (torch.tensor(3.0), True),
+        (torch.arange(125), True),
+        (torch.arange(126), False),  # too large
+        (torch.empty(0), False),
+        (torch.arange(20)[::2], False),
+        (torch.ones(3, requires_grad=True), False),
+        (torch.ones(3).as_subclass(Marked), False),
+        (torch.ones(2, 2).to_sparse(), False),
+        (torch.complex(torch.ones(3), torch.ones(3)).conj(), False),
+        (torch._neg_view(torch.ones(3)), False),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), False),
+    ],
+)
+def test_the_usual_small_copy_takes_the_lane_and_no_other_does(monkeypatch, ledger, source, at_once):
+    lane = FakeLane()
+    monkeypatch.setitem(h2d.lanes, CPU, lane)
+    with forced_staging(1 << 12):
+        for found in (
+            copies.to_device.bind(ledger)(source, CPU),
+            copies.to_device.bind(ledger)(source, device=CPU),
+            copies.nested_to_device.bind(ledger)(source, CPU),
+        ):
+            assert (
+                type(found) is type(source)
+                and found.dtype == source.dtype
+                and found.requires_grad == source.requires_grad
+            )
+            assert found.is_sparse or found.is_quantized or torch.equal(found, source)
+    assert len(lane.sent) == 3 * at_once
+
+
+def test_what_the_lane_does_not_take_goes_through_the_ring(monkeypatch, ledger):
+    monkeypatch.setitem(h2d.lanes, CPU, FakeLane(answer=native.NOT_HERE))
+    with forced_staging(1 << 12) as ring:
+        assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
+        assert ring.in_use() == 0 and ring._reserved == 1
+    assert ledger.fallbacks == 0
+
+
+def test_a_lane_that_fails_leaves_the_copy_to_the_original(monkeypatch, ledger):
+    def fail(*args):
+        raise OSError("unwell")
+
+    lane = FakeLane()
+    lane.send = fail
+    monkeypatch.setitem(h2d.lanes, CPU, lane)
+    assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
+    assert [str(error) for error in ledger.errors] == ["unwell"]
