@@ -18,7 +18,7 @@ from h2d_patch import process
 from h2d_patch.report.status import NOT_SELECTED
 
 if os.environ.get("H2D_BENCH_KEEP_ON") == "1":
-    process._unguarded = lambda config: None
+    process._unguarded = lambda worker: None
 
 
 class _NoEvent:

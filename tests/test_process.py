@@ -474,6 +474,10 @@ def test_where_only_the_original_s_wait_orders_other_buffers_the_fix_stays_off(
     with_vllm(server, worker_base.replace('torch.device("cpu")', 'torch.device("cuda")'))
     found = target(server.run(STARTED))
     assert (found["verdict"], says in found["reason"]) == ("off", True)
+    guarded = worker_base.replace("Runner(),", "types.SimpleNamespace(prepare_inputs_event=1),")
+    file = server.path / "vllm/v1/worker/worker_base.py"
+    file.write_text(guarded.replace('torch.device("cpu")', 'torch.device("cuda")'))
+    assert target(server.run(STARTED))["verdict"] != "off", "vLLM's own event orders them"
 
 
 def test_a_device_start_up_that_fails_on_our_side_leaves_vllm_s_alone(server: Server) -> None:
