@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
-from h2d_patch.copies.lane import lanes
 from h2d_patch.copies.snapshot import dense_rows, gather, snapshot
 from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
@@ -139,17 +138,26 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
         args[0] if len(args) == 1 and not kwargs else kwargs.get("device") if not args and len(kwargs) == 1 else None
     )
     if type(device) is torch.device:  # the two usual forms, for which there is nothing more to find out
-        sent = _at_once(source, device)
-        return _stage(source, ring_for(device), None) if sent is None else sent
+        return _stage(source, ring_for(device), None)
     return _stage(source, *_ring_to(args, kwargs))
 
 
-def _at_once(source: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+def _stage(source: torch.Tensor, ring: Ring | Declined, dtype: torch.dtype | None) -> torch.Tensor | Declined:
+    """A CPU tensor, through the ring; a dtype is converted to on the device, as `.to` does where it may not block."""
+    if type(ring) is Declined:
+        return ring
+    result: torch.Tensor | Declined | None = _at_once(source, ring)
+    if result is None:
+        result = _by_size(source, ring, converts=dtype is not None and dtype != source.dtype)
+    return result if dtype is None or type(result) is Declined else result.to(dtype)
+
+
+def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | None:
     """What `_stage` does for the usual small copy; None, nothing being done, for any other, which `_stage` looks into.
 
     In one frame: where the interpreter has just woken, a call of Python's takes as long as one of CUDA's.
     """
-    lane = lanes.get(device)
+    lane = ring.lane
     if (
         lane is None
         or type(source) is not _Tensor
@@ -163,27 +171,23 @@ def _at_once(source: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     ):
         return None
     nbytes = source.nbytes
-    if not 0 < nbytes <= lane.most or source.is_pinned():
+    address = source.data_ptr()
+    if not 0 < nbytes <= lane.most or lane.pinned(address):
         return None
-    result = _empty_like(source, device=device)
-    return None if lane.send(result.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1) else result
+    result = _empty_like(source, device=ring.device)
+    return None if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1) else result
 
 
-def _stage(
-    source: torch.Tensor, ring: Ring | Declined, dtype: torch.dtype | None, maybe_pinned: bool = True
-) -> torch.Tensor | Declined:
-    """A CPU tensor, through the ring; converted there if a dtype is given."""
-    if type(ring) is Declined:
-        return ring
+def _by_size(source: torch.Tensor, ring: Ring, converts: bool) -> torch.Tensor | Declined:
+    """The same for any tensor, in one piece of the ring or several."""
     declined = unfit(source)
     if declined is not None:
         return declined
     nbytes = source.nbytes
     if not nbytes:
         return NOTHING_TO_COPY
-    converts = dtype is not None and dtype != source.dtype
     contiguous = source.is_contiguous()
-    if contiguous and maybe_pinned and ring.is_pinned and source.is_pinned():
+    if contiguous and ring.is_pinned and source.is_pinned():
         return ASYNCHRONOUS_ALREADY
     result = _empty_like(source, device=ring.device)
     if contiguous and nbytes < _IN_PARTS_BYTES:
@@ -193,10 +197,7 @@ def _stage(
         if not contiguous and not converts and ring.is_pinned and strides == source.stride() and source.is_pinned():
             return ASYNCHRONOUS_ALREADY
         declined = _send(ring, source, strides, result, nbytes)
-    if declined is not None:
-        return declined
-    # Converted on the device, as `.to` does where it may not block.
-    return result.to(dtype) if converts else result
+    return result if declined is None else declined
 
 
 def _send(
@@ -328,7 +329,7 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
     if type(ring) is Declined:
         return ring
     if len(tensors) * first.nbytes < _GATHERED_BYTES or not _end_to_end(tensors, dim):
-        return _stage(torch.cat(tensors, dim=dim), ring, dtype, maybe_pinned=False)
+        return _stage(torch.cat(tensors, dim=dim), ring, dtype)
     sizes = [tensor.nbytes for tensor in tensors]
     nbytes = sum(sizes)
     piece = ring.reserve(nbytes)
@@ -378,10 +379,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor | Declined:
     if type(device) is not torch.device:
         return to_device(source, device=device)
-    if not source.is_cpu:
-        return NOT_FROM_CPU
-    sent = _at_once(source, device)
-    return _stage(source, ring_for(device), None) if sent is None else sent
+    return _stage(source, ring_for(device), None) if source.is_cpu else NOT_FROM_CPU
 
 
 def _original_leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +29,7 @@ class Lane:
         self._number: Final = number
         self._library: Final = library
         self._send: Final = library.send
+        self.pinned: Final = library.pinned
         self._runtime: Final = runtime
         self._index: Final = index
         self._current_stream: Final[Callable[[int], int]] = torch._C._cuda_getCurrentRawStream
@@ -55,8 +55,3 @@ class Lane:
         """Send nothing any more."""
         self.most = 0
         self._library.close_lane(self._number)
-
-
-# Of this process, by device.
-lanes: Final[dict[torch.device, Lane]] = {}
-os.register_at_fork(after_in_child=lanes.clear)

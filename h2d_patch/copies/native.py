@@ -9,11 +9,15 @@ compiles for itself.
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
+import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +25,7 @@ from typing import Final
 
 SOURCE: Final = Path(__file__).with_name("native.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")  # after $CC
+_MODULE: Final = "h2d_patch_native"
 _FLAGS: Final = ("-O2", "-shared", "-fPIC", "-pthread")
 _COMPILE_S: Final = 30.0
 _MOST_HELPERS: Final = 7
@@ -42,6 +47,7 @@ RUNTIME: Final = (  # what the library calls, in its order
     "cudaEventRecord",
     "cudaEventQuery",
     "cudaGetLastError",
+    "cudaPointerGetAttributes",
 )
 
 
@@ -53,7 +59,7 @@ class Native:
 
     def __init__(self, runtime: Sequence[int]) -> None:
         assert len(runtime) == len(RUNTIME)
-        library = _compiled()
+        library, module = _compiled()
         address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         library.h2d_start.argtypes = [number, address]
         library.h2d_open_lane.argtypes = [address, size, address]
@@ -61,6 +67,7 @@ class Native:
         library.h2d_copy.argtypes = [address, address, size, size, size, number]
         library.h2d_copy.restype = None
         library.h2d_send.argtypes = [number, address, size, address, size, size, size, address, number]
+        library.h2d_pinned.argtypes = [address]
         library.h2d_gather.argtypes = [address, address, address, size, number]
         library.h2d_gather.restype = None
         self._library = library
@@ -68,6 +75,9 @@ class Native:
         self.copy: Callable[[int, int, int, int, int, int], None] = library.h2d_copy
         # (lane, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers) → an answer
         self.send: Callable[[int, int, int, int, int, int, int, int, int], int] = library.h2d_send
+        self.pinned: Callable[[int], int] = library.h2d_pinned  # whether there is pinned memory at an address
+        if module is not None:
+            self.send, self.pinned = module.send, module.pinned
         # Half of what this process may use, the calling thread included: the rest is the engine's.
         wanted = max(0, min(_MOST_HELPERS, usable_cpus() // 2 - 1))
         self.helpers: Final[int] = library.h2d_start(wanted, (address * len(runtime))(*runtime))
@@ -102,28 +112,48 @@ def usable_cpus() -> int:
         return number
 
 
-def _compiled() -> ctypes.CDLL:
+def _compiled() -> tuple[ctypes.CDLL, types.ModuleType | None]:
+    """The library, and the same as a module where Python's headers are there."""
     named = shlex.split(os.environ.get("CC", ""))
     command = named or [path for path in map(shutil.which, _COMPILERS) if path][:1]
     if not command:
         raise RuntimeError("no C compiler ($CC, cc, gcc or clang)")
     with tempfile.TemporaryDirectory(prefix="h2d_patch-") as folder:
-        library = os.path.join(folder, "native.so")
-        done = subprocess.run(
-            [*command, *_FLAGS, "-o", library, str(SOURCE)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_COMPILE_S,
-            check=False,
-        )
-        if done.returncode:
-            words = done.stderr.strip().splitlines()
-            raise RuntimeError(
-                f"{command[0]} failed with {done.returncode}: {words[-1] if words else 'it says nothing'}"
-            )
-        return ctypes.CDLL(library)
+        path = os.path.join(folder, f"{_MODULE}.so")
+        include = sysconfig.get_path("include")
+        if os.path.exists(os.path.join(include, "Python.h")):
+            try:
+                _compile(command, ["-DH2D_PYTHON", f"-I{include}"], path)
+                return ctypes.CDLL(path), _module(path)
+            except (RuntimeError, ImportError):
+                pass  # headers of another Python, say
+        _compile(command, [], path)
+        return ctypes.CDLL(path), None
+
+
+def _module(path: str) -> types.ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, path)
+    spec = importlib.util.spec_from_loader(_MODULE, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _compile(command: Sequence[str], flags: Sequence[str], path: str) -> None:
+    """Raises OSError, RuntimeError or subprocess.TimeoutExpired."""
+    done = subprocess.run(
+        [*command, *_FLAGS, *flags, "-o", path, str(SOURCE)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_COMPILE_S,
+        check=False,
+    )
+    if done.returncode:
+        words = done.stderr.strip().splitlines()
+        raise RuntimeError(f"{command[0]} failed with {done.returncode}: {words[-1] if words else 'it says nothing'}")
 
 
 loaded: Native | None = None

@@ -110,7 +110,7 @@ def _open_ring(index: int, nbytes: int) -> int:
 
     from h2d_patch.copies import native
     from h2d_patch.copies.cuda import CudaLink, Runtime
-    from h2d_patch.copies.lane import Lane, lanes
+    from h2d_patch.copies.lane import Lane
     from h2d_patch.copies.staging import ALIGNMENT, Ring, process
 
     device = torch.device("cuda", index)
@@ -136,8 +136,6 @@ def _open_ring(index: int, nbytes: int) -> int:
                 runtime.free_pinned(address)
                 raise
         process.rings[device] = ring
-        if lane is not None:
-            lanes[device] = lane
         process.free[device] = lambda: runtime.free_pinned(address)
     except Exception as error:
         process.without[index] = _words(error)
@@ -164,10 +162,8 @@ def _first_copies(ring: Any) -> None:
 def _close_rings() -> None:
     import torch
 
-    from h2d_patch.copies.lane import lanes
     from h2d_patch.copies.staging import process
 
-    lanes.clear()
     for device, ring in list(process.rings.items()):
         ring.retire("stopped")
         with torch.cuda.device(device):

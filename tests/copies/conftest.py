@@ -81,6 +81,7 @@ class FakeRuntime:
             "cudaEventRecord": (pointer, pointer),
             "cudaEventQuery": (pointer,),
             "cudaGetLastError": (),
+            "cudaPointerGetAttributes": (ctypes.POINTER(number), pointer),
         }
         self._functions = [
             ctypes.CFUNCTYPE(number, *arguments)(getattr(self, name)) for name, arguments in signatures.items()
@@ -95,6 +96,7 @@ class FakeRuntime:
         self.passed: set[int] = set()
         self.recorded: list[tuple[int, int]] = []
         self.fail: dict[str, int] = {}
+        self.pinned: set[int] = set()
         self.mode = 0
 
     def run(self) -> None:
@@ -140,28 +142,39 @@ class FakeRuntime:
     def cudaGetLastError(self):
         return 0
 
+    def cudaPointerGetAttributes(self, attributes, address):
+        attributes[0] = int(address in self.pinned)
+        return self.fail.get("attributes", 0)
 
-_runtime = None
-_library = None
+
+_libraries: dict = {}
 
 
-@pytest.fixture
-def library(monkeypatch):
-    """The compiled copies with three helpers, which call `runtime`. One for all tests: its threads stay."""
-    global _library, _runtime
+@pytest.fixture(params=["module", "ctypes"])
+def library(request, monkeypatch):
+    """The compiled copies with three helpers, which call `runtime`: with Python's headers and without.
+
+    One of each for all tests: their threads stay.
+    """
     from h2d_patch.copies import native
 
-    if _library is None:
+    if request.param not in _libraries:
         if not any(map(shutil.which, native._COMPILERS)):
             pytest.skip("no C compiler")
         monkeypatch.setattr(native, "usable_cpus", lambda: 8)
-        _runtime = FakeRuntime()
-        _library = native.Native(_runtime.addresses)
-        assert _library.helpers == 3
-    _runtime.reset()
-    return _library
+        if request.param == "ctypes":
+            monkeypatch.setattr(native.sysconfig, "get_path", lambda name: "/nowhere")
+        fake = FakeRuntime()
+        made = native.Native(fake.addresses)
+        assert made.helpers == 3
+        if request.param == "module" and isinstance(made.send, ctypes._CFuncPtr):
+            pytest.skip("no headers of Python")
+        _libraries[request.param] = (made, fake)
+    made, fake = _libraries[request.param]
+    fake.reset()
+    return made
 
 
 @pytest.fixture
 def runtime(library):
-    return _runtime
+    return next(fake for made, fake in _libraries.values() if made is library)

@@ -424,9 +424,12 @@ class FakeLane:
 
     def __init__(self, answer=0):
         self.most, self.answer, self.sent = 1000, answer, []
+        self.pinned = lambda address: False
 
     def send(self, dst, dst_pitch, src, src_pitch, width, rows):
         assert dst_pitch == src_pitch == width and rows == 1
+        if width > self.most:
+            return native.NOT_HERE
         if not self.answer:
             ctypes.memmove(dst, src, width)
             self.sent.append(width)
@@ -452,8 +455,8 @@ class FakeLane:
 )
 def test_the_usual_small_copy_takes_the_lane_and_no_other_does(monkeypatch, ledger, source, at_once):
     lane = FakeLane()
-    monkeypatch.setitem(h2d.lanes, CPU, lane)
-    with forced_staging(1 << 12):
+    with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "lane", lane)
         for found in (
             copies.to_device.bind(ledger)(source, CPU),
             copies.to_device.bind(ledger)(source, device=CPU),
@@ -465,12 +468,12 @@ def test_the_usual_small_copy_takes_the_lane_and_no_other_does(monkeypatch, ledg
                 and found.requires_grad == source.requires_grad
             )
             assert found.is_sparse or found.is_quantized or torch.equal(found, source)
-    assert len(lane.sent) == 3 * at_once
+    assert len(lane.sent) == 3 * at_once and not ledger.errors
 
 
 def test_what_the_lane_does_not_take_goes_through_the_ring(monkeypatch, ledger):
-    monkeypatch.setitem(h2d.lanes, CPU, FakeLane(answer=native.NOT_HERE))
     with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "lane", FakeLane(answer=native.NOT_HERE))
         assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
         assert ring.in_use() == 0 and ring._reserved == 1
     assert ledger.fallbacks == 0
@@ -482,6 +485,7 @@ def test_a_lane_that_fails_leaves_the_copy_to_the_original(monkeypatch, ledger):
 
     lane = FakeLane()
     lane.send = fail
-    monkeypatch.setitem(h2d.lanes, CPU, lane)
-    assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
+    with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "lane", lane)
+        assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
     assert [str(error) for error in ledger.errors] == ["unwell"]

@@ -41,13 +41,11 @@ def ring(started):
 def small_ring(ring, monkeypatch):
     """A ring of 64 KiB in the place of the device's own."""
     from h2d_patch.copies.cuda import CudaLink, Runtime
-    from h2d_patch.copies.lane import lanes
     from h2d_patch.copies.staging import Ring, process
 
     memory = torch.empty(64 << 10, dtype=torch.uint8, pin_memory=True)
     small = Ring(memory, CudaLink(0, Runtime()), torch.device("cuda", 0))
     monkeypatch.setitem(process.rings, torch.device("cuda", 0), small)
-    monkeypatch.delitem(lanes, torch.device("cuda", 0), raising=False)
     yield small
     torch.cuda.synchronize()
 

@@ -13,7 +13,6 @@ from h2d_patch import copies
 from h2d_patch.copies import h2d, staging
 from h2d_patch.copies.call import Declined
 from h2d_patch.copies.cuda import pinned_range
-from h2d_patch.copies.lane import lanes
 
 MIB = 1 << 20
 
@@ -307,7 +306,6 @@ def test_a_forked_child_has_no_ring_and_the_parent_keeps_its_own(ring, ledger):
 
 def test_a_device_that_was_not_started_is_a_counted_fallback(ring, ledger, monkeypatch):
     monkeypatch.delitem(staging.process.rings, torch.device("cuda", 0))
-    monkeypatch.delitem(lanes, torch.device("cuda", 0))
     assert bool((to(torch.ones(3), ledger) == 1).all())
     assert "no staging region on cuda:0" in ledger.reasons[0]
 
