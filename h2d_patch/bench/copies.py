@@ -7,6 +7,7 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +32,9 @@ _WARM_UP: Final = 3
 # going, and whatever came first then would pay for it.
 _BUSY_S: Final = 0.0005
 _SAVE_EVERY_S: Final = 10.0
+# Over which the repetitions of a case are spread: another tenant's noise lasts a second or two, and would otherwise hit
+# all repetitions of one case and none of the next.
+_ROUNDS: Final = 3
 
 _ROW_COPIES, _ROW_BYTES, _ROW_QUEUED_MS, _ROW_ROUNDS = 200, 256 << 10, 40, 3
 _SLOW_US: Final = 1000.0
@@ -128,13 +132,21 @@ class _Run:
                 raise CannotWrite(f"{self.path}: {error.strerror}") from None
 
     def everything(self) -> None:
-        print(results.HEADER, flush=True)
-        for case in all_cases(self.quick):
-            self.result["rows"].append(row := self.row(case))
+        found = [_Found(case) for case in all_cases(self.quick)]
+        try:
+            for number in range(_ROUNDS):
+                for each in found:
+                    self.measure(each, number)
+                    if time.perf_counter() - self._saved > _SAVE_EVERY_S:
+                        self.result["rows"] = [one.row() for one in found if one.queued]
+                        self.save()
+                print(f"round {number + 1} of {_ROUNDS} done", file=sys.stderr, flush=True)
+        finally:
+            self.result["rows"] = [one.row() for one in found if one.queued]
+        print(results.HEADER)
+        for row in self.result["rows"]:
             for line in results.lines_of_row(row):
                 print(line, flush=True)
-            if time.perf_counter() - self._saved > _SAVE_EVERY_S:
-                self.save()
         self.result["in_a_row"] = self.in_a_row()
         for line in results.lines_of_in_a_row(self.result):
             print(line, flush=True)
@@ -143,22 +155,16 @@ class _Run:
             self.result["other_stream_busy"]["rows"].append(row)
             print(results.line_of_other_stream(row), flush=True)
 
-    def row(self, case: Case) -> dict[str, Any]:
-        prepared = case.prepare(self.device, self.ours)
+    def measure(self, found: _Found, number: int) -> None:
+        """Round `number` of a case."""
+        prepared = found.case.prepare(self.device, self.ours)
         self._warm_up(prepared)
-        shares = _SHARES_SMALL if case.nbytes <= 1 << 20 else _SHARES_LARGE
-        queued = {}
+        shares = _SHARES_SMALL if found.case.nbytes <= 1 << 20 else _SHARES_LARGE
         for ms in QUEUED_MS:
             # Rounded before it is rounded up: 60 × 0.15 is a little more than 9.
-            number = max(1, math.ceil(round(self.repetitions * shares[ms], 6)))
-            queued[str(ms)] = self._in_turn(prepared, number, partial(self.device.queue, ms))
-        return {
-            "case": case.name,
-            "kind": case.kind,
-            "bytes": case.nbytes,
-            "asynchronous": case.asynchronous,
-            "queued": queued,
-        }
+            in_all = max(1, math.ceil(round(self.repetitions * shares[ms], 6)))
+            times = in_all * (number + 1) // _ROUNDS - in_all * number // _ROUNDS
+            found.add(ms, *self._in_turn(prepared, times, partial(self.device.queue, ms)))
 
     def _warm_up(self, prepared: Prepared) -> None:
         gc.collect()
@@ -166,19 +172,16 @@ class _Run:
             for call in prepared.arms.values():
                 _Once(self.device, prepared, call, lambda: None)
 
-    def _in_turn(self, prepared: Prepared, number: int, queue: Callable[[], None]) -> dict[str, Any]:
-        calls, fallbacks = self.ours.ledger.calls, self.ours.ledger.fallbacks
-        reasons = self.ours.ledger.reasons.copy()
+    def _in_turn(
+        self, prepared: Prepared, number: int, queue: Callable[[], None]
+    ) -> tuple[dict[str, list[_Once]], int, Counter[str]]:
+        """The repetitions of each arm, and how often ours was called and why it fell back."""
+        calls, reasons = self.ours.ledger.calls, self.ours.ledger.reasons.copy()
         found: dict[str, list[_Once]] = {arm: [] for arm in ARMS}
         for _ in range(number):
             for arm, call in prepared.arms.items():
                 found[arm].append(_Once(self.device, prepared, call, queue))
-        summary = {arm: _summary(once) for arm, once in found.items()}
-        ledger = self.ours.ledger
-        summary["ours"] |= {"calls": ledger.calls - calls, "fallbacks": ledger.fallbacks - fallbacks}
-        if ledger.reasons != reasons:
-            summary["ours"]["reasons"] = dict(ledger.reasons - reasons)
-        return summary
+        return found, self.ours.ledger.calls - calls, self.ours.ledger.reasons - reasons
 
     def in_a_row(self) -> dict[str, Any]:
         """Many small copies with work queued all the while: the driver's own staging takes about 4 MiB of them."""
@@ -251,13 +254,35 @@ class _Run:
                     behind = device.mark()
                 call()
                 still_busy.append(not behind.query())
-            arms = self._in_turn(prepared, repetitions, occupy)
+            arms = _summaries(*self._in_turn(prepared, repetitions, occupy))
             yield {
                 "case": f"pageable {size_text(1 << power)}",
                 "bytes": 1 << power,
                 "other_stream_still_busy": dict(zip(ARMS, still_busy, strict=True)),
                 "arms": arms,
             }
+
+
+class _Found:
+    """What the rounds of a case have given so far."""
+
+    def __init__(self, case: Case) -> None:
+        self.case: Final = case
+        self.queued: Final[dict[int, tuple[dict[str, list[_Once]], int, Counter[str]]]] = {}
+
+    def add(self, ms: int, once: dict[str, list[_Once]], calls: int, reasons: Counter[str]) -> None:
+        before, calls_before, reasons_before = self.queued.get(ms, ({arm: [] for arm in ARMS}, 0, Counter()))
+        merged = {arm: before[arm] + once[arm] for arm in ARMS}
+        self.queued[ms] = merged, calls_before + calls, reasons_before + reasons
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "case": self.case.name,
+            "kind": self.case.kind,
+            "bytes": self.case.nbytes,
+            "asynchronous": self.case.asynchronous,
+            "queued": {str(ms): _summaries(*found) for ms, found in self.queued.items() if found[0]["ours"]},
+        }
 
 
 class _Once:
@@ -289,6 +314,14 @@ def _be_busy() -> None:
 
 def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
+
+
+def _summaries(found: dict[str, list[_Once]], calls: int, reasons: Counter[str]) -> dict[str, Any]:
+    summary = {arm: _summary(once) for arm, once in found.items()}
+    summary["ours"] |= {"calls": calls, "fallbacks": reasons.total()}
+    if reasons:
+        summary["ours"]["reasons"] = dict(reasons)
+    return summary
 
 
 def _summary(found: list[_Once]) -> dict[str, Any]:

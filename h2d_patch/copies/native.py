@@ -120,15 +120,21 @@ def _compiled() -> tuple[ctypes.CDLL, types.ModuleType | None]:
         raise RuntimeError("no C compiler ($CC, cc, gcc or clang)")
     with tempfile.TemporaryDirectory(prefix="h2d_patch-") as folder:
         path = os.path.join(folder, f"{_MODULE}.so")
-        include = sysconfig.get_path("include")
-        if os.path.exists(os.path.join(include, "Python.h")):
+        headers = _headers()
+        if headers is not None:
             try:
-                _compile(command, ["-DH2D_PYTHON", f"-I{include}"], path)
+                _compile(command, ["-DH2D_PYTHON", f"-I{headers}"], path)
                 return ctypes.CDLL(path), _module(path)
             except (RuntimeError, ImportError):
                 pass  # headers of another Python, say
         _compile(command, [], path)
         return ctypes.CDLL(path), None
+
+
+def _headers() -> str | None:
+    """The folder of Python.h. Debian's default scheme names one that does not exist."""
+    named = (sysconfig.get_config_var("INCLUDEPY"), sysconfig.get_path("include", "posix_prefix"))
+    return next((str(folder) for folder in named if folder and os.path.exists(os.path.join(folder, "Python.h"))), None)
 
 
 def _module(path: str) -> types.ModuleType:

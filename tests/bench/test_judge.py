@@ -49,6 +49,8 @@ def _good() -> dict[str, Any]:
         "torch_pinned_bytes_added": 0, "pinned_allocations_of_ours": 0, "wrong": [], "errors": [],
     }  # fmt: skip
     load = {
+        "note": None,
+        "errors": 0,
         "arms": {arm: {"gpu_use_percent": {"mean": 97}, "ms_to_first_token": {"p99": 900}} for arm in ("off", "on")},
         "on_against_off": {"requests_per_s": {"median": 1.05, "interval_95": [1.04, 1.07], "ratios": [1.05, 1.06]}},
     }
@@ -172,7 +174,7 @@ def test_a_target_just_missed_is_not_met_and_the_case_is_named(
         (_set("soak.json/runs/0/torch_pinned_allocations", None), "does not say"),
         (_set("soak.json/runs", []), "does not say"),
         (_set("multimodal.json/loads", {}), "no load was GPU-bound"),
-        (_set("multimodal.json/complete", False), "did not end"),
+        (_set("soak.json/complete", False), "did not end"),
     ],
 )
 def test_what_a_result_does_not_show_is_not_met_and_has_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
@@ -188,6 +190,18 @@ def test_a_load_that_is_not_gpu_bound_is_not_judged(tmp_path: Path) -> None:
     results["multimodal.json"]["loads"]["several"]["on_against_off"]["requests_per_s"]["median"] = 1.0
     results["multimodal.json"]["loads"]["several"]["arms"]["off"]["gpu_use_percent"]["mean"] = 60
     assert all(entry["met"] for entry in _judged(tmp_path, results))
+
+
+@pytest.mark.parametrize(("key", "value"), [("note", "the clients ended early"), ("errors", 3)])
+def test_a_load_that_did_not_end_well_is_not_judged_and_the_others_are(tmp_path: Path, key: str, value: Any) -> None:
+    results = _good()
+    results["multimodal.json"]["complete"] = False
+    broken = results["multimodal.json"]["loads"]["several"]
+    broken["on_against_off"]["requests_per_s"]["median"] = 1.0
+    broken[key] = value
+    assert all(entry["met"] for entry in _judged(tmp_path, results))
+    results["multimodal.json"]["loads"]["one size"][key] = value
+    assert sum(not entry["met"] for entry in _judged(tmp_path, results)) == 2
 
 
 def test_missing_files_meet_nothing_and_other_issues_stay(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def library(request, monkeypatch):
             pytest.skip("no C compiler")
         monkeypatch.setattr(native, "usable_cpus", lambda: 8)
         if request.param == "ctypes":
-            monkeypatch.setattr(native.sysconfig, "get_path", lambda name: "/nowhere")
+            monkeypatch.setattr(native, "_headers", lambda: None)
         fake = FakeRuntime()
         made = native.Native(fake.addresses)
         assert made.helpers == 3

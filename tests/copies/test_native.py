@@ -302,6 +302,12 @@ def test_without_any_compiler_the_error_names_those_looked_for(monkeypatch, tmp_
         native.Native([0] * len(native.RUNTIME))
 
 
+def test_headers_that_do_not_fit_are_done_without(monkeypatch, tmp_path, library):
+    (tmp_path / "Python.h").write_text("#error of another Python\n")
+    monkeypatch.setattr(native, "_headers", lambda: str(tmp_path))
+    assert isinstance(native.Native([0] * len(native.RUNTIME)).send, ctypes._CFuncPtr)
+
+
 def test_nothing_stays_on_disk(monkeypatch, tmp_path, library):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     native.Native([0] * len(native.RUNTIME))
