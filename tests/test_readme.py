@@ -30,14 +30,30 @@ def figures(line_with: str) -> tuple[str, str]:
 def test_the_figures_are_those_of_the_result_files() -> None:
     offload = result("kv_offload.json")["median_requests_per_s"]
     assert figures("(`kv-swap`") == (f"{offload['off']:.0f}", f"{offload['on']:.0f}")
-    rows = {row["case"]: row for row in result("host_time.json")["rows"]}
-    for line, case in (("4 MiB tensor", "pageable 4096 KiB"), ("64 position", "cat of 64 parts, 4096 KiB")):
-        medians = [rows[case][f"{arm}, 20 ms queued"]["median_us"] / 1000 for arm in ("original", "fixed")]
+    rows = {row["case"]: row["queued"]["20"] for row in result("copies.json")["rows"]}
+    for line, case in (("4 MiB tensor", "pageable 4 MiB"), ("64 position", "cat 64 × 64 KiB")):
+        medians = [rows[case][arm]["median_us"] / 1000 for arm in ("original", "ours")]
         assert figures(line) == (f"{medians[0]:.1f}", f"{medians[1]:.1f}")
+    served = result("multimodal.json")["loads"]["1024x1024"]["arms"]
+    assert figures("image requests") == tuple(f"{served[arm]['requests_per_s']:.1f}" for arm in ("off", "on"))
+
+
+def test_the_table_of_copies_is_that_of_the_result_file() -> None:
+    rows = {row["case"]: row["queued"] for row in result("copies.json")["rows"]}
+    text = (ROOT / "docs/copies.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if " · " in line]
+    table = [cells for cells in lines if cells[0] in rows]
+    assert len(table) > 10
+    for case, *cells in table:
+        for ms, cell in zip(("0", "2", "20"), cells, strict=True):
+            medians = (rows[case][ms][arm]["median_us"] for arm in ("original", "upstream", "ours"))
+            assert cell == " · ".join(f"{us:,.0f}".replace(",", " ") for us in medians), (case, ms)
 
 
 def test_every_result_says_its_commit_machine_versions_and_repetitions() -> None:
     for path in (ROOT / "bench/results").glob("*.json"):
+        if path.name == "targets.json":  # made from the others
+            continue
         content = json.loads(path.read_text())
         assert {"commit", "machine", "versions", "time", "command"} <= set(content), path.name
         assert re.search(r"\[\s*[\d.]+,\s*[\d.]+", path.read_text()), f"{path.name} has no single repetitions"

@@ -146,14 +146,14 @@ def _stage(source: torch.Tensor, ring: Ring | Declined, dtype: torch.dtype | Non
     """A CPU tensor, through the ring; a dtype is converted to on the device, as `.to` does where it may not block."""
     if type(ring) is Declined:
         return ring
-    result: torch.Tensor | Declined | None = _at_once(source, ring)
+    result = _at_once(source, ring)
     if result is None:
         result = _by_size(source, ring, converts=dtype is not None and dtype != source.dtype)
     return result if dtype is None or type(result) is Declined else result.to(dtype)
 
 
-def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | None:
-    """What `_stage` does for the usual small copy; None, nothing being done, for any other, which `_stage` looks into.
+def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None:
+    """What `_by_size` does, for the usual small copy; None, nothing being done, for any other.
 
     In one frame: where the interpreter has just woken, a call of Python's takes as long as one of CUDA's.
     """
@@ -172,8 +172,10 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | None:
         return None
     nbytes = source.nbytes
     address = source.data_ptr()
-    if not 0 < nbytes <= lane.most or lane.pinned(address):
+    if not 0 < nbytes <= lane.most:
         return None
+    if lane.pinned(address):
+        return ASYNCHRONOUS_ALREADY
     result = _empty_like(source, device=ring.device)
     return None if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1) else result
 

@@ -471,6 +471,17 @@ def test_the_usual_small_copy_takes_the_lane_and_no_other_does(monkeypatch, ledg
     assert len(lane.sent) == 3 * at_once and not ledger.errors
 
 
+def test_a_pinned_source_is_left_to_torch(monkeypatch, ledger):
+    lane = FakeLane()
+    lane.pinned = lambda address: True
+    source = torch.arange(9)
+    with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "lane", lane)
+        assert copies.to_device.bind(ledger)(source, CPU) is source
+        assert ring._reserved == 0
+    assert not lane.sent and not ledger.fallbacks
+
+
 def test_what_the_lane_does_not_take_goes_through_the_ring(monkeypatch, ledger):
     with forced_staging(1 << 12) as ring:
         monkeypatch.setattr(ring, "lane", FakeLane(answer=native.NOT_HERE))
