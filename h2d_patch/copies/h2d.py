@@ -394,7 +394,10 @@ def bind_nested(ledger: Ledger) -> Callable[..., Any]:
     `tensors`: any nesting of lists, tuples and dicts, which come back as plain lists, tuples and dicts; other leaves
     are not touched. The ledger counts tensors.
     """
-    return _nested(falling_back(_leaf_to_device, _original_leaf_to_device)(ledger))
+    return _nested(bind_leaf(ledger))
+
+
+bind_leaf: Final = falling_back(_leaf_to_device, _original_leaf_to_device)
 
 
 def _nested(leaf: Callable[[torch.Tensor, Any], Any]) -> Callable[..., Any]:

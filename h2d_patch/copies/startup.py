@@ -21,7 +21,9 @@ class StartReport:
     seconds: float
 
 
-_LANE_SHARE = 8  # of the staging region, one in so many bytes is for small copies
+# Of the staging region, one in so many bytes is for small copies, and no more than these.
+_LANE_SHARE = 8
+_MOST_LANE_BYTES = 32 << 20
 
 _lock = threading.Lock()
 _reports: dict[str, StartReport] = {}
@@ -126,10 +128,11 @@ def _open_ring(index: int, nbytes: int) -> int:
                 if not memory.is_pinned():
                     raise OSError("torch does not see the region as pinned")
                 link = CudaLink(index, runtime)
-                for_lane = nbytes // _LANE_SHARE // ALIGNMENT * ALIGNMENT
-                lane = None
-                if native.loaded is not None and for_lane >= native.SEGMENTS * ALIGNMENT:
-                    lane = Lane(native.loaded, link, runtime, index, address, for_lane)
+                for_lane = min(nbytes // _LANE_SHARE, _MOST_LANE_BYTES) // ALIGNMENT * ALIGNMENT
+                try:
+                    lane = Lane(native.loaded, link, runtime, index, address, for_lane) if native.loaded else None
+                except RuntimeError:  # the ring does the same with more calls
+                    lane = None
                 ring = Ring(memory[for_lane if lane is not None else 0 :], link, device, lane)
                 _first_copies(ring)
             except BaseException:

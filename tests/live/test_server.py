@@ -14,7 +14,7 @@ pytestmark = pytest.mark.live
 
 ALL = {"H2D_PATCH": "1", "H2D_PATCH_STRICT": "1"}
 # The fixes that an image request runs through in the worker, with the copy function that each of them calls.
-RAN = {"multimodal-h2d": "to_device", "vision-rope": "cat_to_device", "mrope-positions": "copy_h2d"}
+RAN = {"multimodal-h2d": "nested_to_device", "vision-rope": "cat_to_device", "mrope-positions": "copy_h2d"}
 IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 

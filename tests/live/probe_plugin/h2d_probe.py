@@ -43,7 +43,8 @@ def obey(orders: Path) -> None:
     from h2d_patch.copies import EXPORTS
 
     for name, function in EXPORTS.items():
-        binder = importlib.import_module(function._module).BINDERS[name]
+        module = importlib.import_module(function._module)
+        binder = module.bind_leaf if name == "nested_to_device" else module.BINDERS[name]
         cells = dict(zip(binder.__code__.co_freevars, binder.__closure__ or (), strict=True))
         if "attempt" in cells:  # else it is made of those that have one
             attempt, original = cells["attempt"], cells["original"]
