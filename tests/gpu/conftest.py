@@ -50,6 +50,29 @@ def small_ring(ring, monkeypatch):
     torch.cuda.synchronize()
 
 
+@pytest.fixture
+def small_lane(ring, monkeypatch):
+    """The same with half of it a lane, in segments of 8 KiB."""
+    from h2d_patch.copies import native
+    from h2d_patch.copies.cuda import CudaLink, Runtime
+    from h2d_patch.copies.lane import Lane
+    from h2d_patch.copies.staging import Ring, process
+
+    if native.loaded is None:
+        pytest.skip("no compiled copies")
+    memory, runtime, device = (
+        torch.empty(128 << 10, dtype=torch.uint8, pin_memory=True),
+        Runtime(),
+        torch.device("cuda", 0),
+    )
+    link = CudaLink(0, runtime)
+    lane = Lane(native.loaded, link, runtime, 0, memory.data_ptr(), 64 << 10)
+    monkeypatch.setitem(process.rings, device, Ring(memory[64 << 10 :], link, device, lane))
+    yield lane
+    torch.cuda.synchronize()
+    lane.close()
+
+
 @pytest.fixture(scope="session")
 def cycles_per_ms():
     """What `torch.cuda._sleep` needs for a millisecond."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from h2d_patch import copies
-from h2d_patch.copies import h2d, staging
+from h2d_patch.copies import h2d, native, staging
 from h2d_patch.copies.call import Declined
 from h2d_patch.copies.cuda import pinned_range
 
@@ -199,7 +199,9 @@ def test_a_full_ring_leaves_the_copy_to_the_original_which_is_counted_and_right(
     assert ledger.reasons[-1] == "larger than the staging region"
 
 
-def test_four_threads_on_two_streams_never_see_each_others_bytes(small_ring, ledger):
+@pytest.mark.parametrize("staging", ["small_ring", "small_lane"])
+def test_four_threads_on_two_streams_never_see_each_others_bytes(request, ledger, staging):
+    request.getfixturevalue(staging)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     wrong, ledgers = [], [type(ledger)() for _ in range(4)]
 
@@ -225,6 +227,25 @@ def test_four_threads_on_two_streams_never_see_each_others_bytes(small_ring, led
     assert sum(each.calls for each in ledgers) == 2000
     assert not any(each.errors for each in ledgers)
     assert sum(each.fallbacks for each in ledgers) < 1900  # most of it went through the ring
+
+
+def test_a_lane_whose_segments_all_wait_leaves_it_to_the_ring(small_lane, ledger, queue_ms):
+    """12 copies of 6 KiB: 8 segments take one each, the ring the rest; and all of them wait."""
+    bound, sources = copies.to_device.bind(ledger), [torch.full((6 << 10,), i, dtype=torch.uint8) for i in range(12)]
+    behind = queue_ms(50)
+    answers = [
+        small_lane.send(torch.empty_like(s, device="cuda").data_ptr(), s.nbytes, s.data_ptr(), s.nbytes, s.nbytes, 1)
+        for s in sources[:9]
+    ]
+    assert answers == [0] * 8 + [native.NOT_HERE]
+    results = [bound(source, "cuda") for source in sources]
+    waited = behind.query()
+    for source in sources:
+        source.fill_(99)
+    torch.cuda.synchronize()
+    assert not waited and ledger.fallbacks == 2, "ten pieces of the ring, and then the original, which does not wait"
+    assert [int(result.max()) for result in results] == [int(result.min()) for result in results] == list(range(12))
+    assert small_lane.send(results[0].data_ptr(), 6144, sources[0].data_ptr(), 6144, 6144, 1) == 0
 
 
 def test_a_copy_is_on_the_side_stream_that_is_current(ring, ledger, queue_ms):
