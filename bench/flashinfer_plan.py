@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import child_process
+import text_model
 
 BENCH = Path(__file__).resolve().parent
 sys.path.insert(0, str(BENCH.parent))
@@ -115,11 +116,11 @@ def counts() -> tuple[int, int]:
 
 
 def engine(options: argparse.Namespace) -> Any:
-    widen_dummy_weights(0.05)
+    text_model.widen_dummy_weights(0.05)
     from vllm import LLM
 
     return LLM(
-        model=model(options.layers),
+        model=text_model.write(options.layers, HEADS, KV_HEADS, HEAD_SIZE),
         skip_tokenizer_init=True,
         load_format="dummy",
         attention_backend="FLASHINFER",
@@ -463,32 +464,6 @@ def serve_rows(llm: Any, own: Any, options: argparse.Namespace) -> Iterator[dict
 def gap(likely: dict[int, Any]) -> float:
     best, second = sorted((float(entry.logprob) for entry in likely.values()), reverse=True)[:2]
     return round(best - second, 4)
-
-
-def model(layers: int) -> str:
-    """The configuration of a text model of Qwen3's form."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048, "num_hidden_layers": layers,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_SIZE, "intermediate_size": 6144,
-        "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "vocab_size": 151936,
-        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 0,
-        "eos_token_id": 1, "dtype": "bfloat16",
-    }  # fmt: skip
-    directory = tempfile.mkdtemp(prefix="plan-model-")
-    (Path(directory) / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def widen_dummy_weights(reach: float) -> None:
-    """vLLM's dummy weights are ±0.001, with which every prompt gives the same tokens."""
-    from vllm.model_executor.model_loader import dummy_loader
-
-    original = dummy_loader.initialize_dummy_weights
-
-    def wide(model: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, model_config, low=-reach, high=reach)
-
-    dummy_loader.initialize_dummy_weights = wide
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------

@@ -14,12 +14,10 @@ for all GPU work before each swap: what differs there too is no race.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the switch is in
 os.environ.setdefault("H2D_PATCH", "1")
 
 import record
+import text_model
 import torch
 
 ARMS = ("off", "on", "on, in order")
@@ -44,11 +43,11 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=6, help="of each arm")
     parser.add_argument("--weights", type=float, default=0.05, help="random weights reach from minus to plus this")
     options = parser.parse_args()
-    _widen_dummy_weights(options.weights)
+    text_model.widen_dummy_weights(options.weights)
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=_model(options.kv_heads),
+        model=text_model.write(kv_heads=options.kv_heads),
         skip_tokenizer_init=True,
         load_format="dummy",
         max_model_len=options.tokens + 64,
@@ -151,32 +150,6 @@ def _differences(computed: list[list[tuple[int, float]]], outputs: list[Any]) ->
                 found.append({"prompt": prompt, "position": position, "gap_of_computed": gap})
                 break
     return found
-
-
-def _model(kv_heads: int) -> str:
-    """The configuration of a text model of Qwen3's form: 28 layers, KV blocks of 16 tokens by `kv_heads` heads."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": kv_heads, "head_dim": 128, "intermediate_size": 6144,
-        "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "vocab_size": 151936,
-        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 0,
-        "eos_token_id": 1, "dtype": "bfloat16",
-    }  # fmt: skip
-    directory = tempfile.mkdtemp(prefix="kv-model-")
-    (Path(directory) / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def _widen_dummy_weights(reach: float) -> None:
-    """vLLM's dummy weights are ±0.001, with which a wrong copy changes no token."""
-    from vllm.model_executor.model_loader import dummy_loader
-
-    original = dummy_loader.initialize_dummy_weights
-
-    def wide(model: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, model_config, low=-reach, high=reach)
-
-    dummy_loader.initialize_dummy_weights = wide
 
 
 if __name__ == "__main__":
