@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
-from h2d_patch.copies.snapshot import dense_rows, gather, snapshot
+from h2d_patch.copies.snapshot import dense_rows, gather, snapshot, worth
 from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
 # From here on in parts, of this size: the first is on its way while the second is copied into the ring.
@@ -27,7 +27,9 @@ OTHER_ARGUMENTS: Final = Declined("arguments of .to() other than device and dtyp
 _SUBCLASS: Final = Declined("a tensor subclass")
 _GRADIENT: Final = Declined("requires a gradient")
 _LAYOUT: Final = Declined("not a strided tensor")
+_INFERENCE: Final = Declined("an inference tensor, outside of inference mode")
 _LAZY_BIT: Final = Declined("a lazy conjugate or negative, or named dimensions")
+_NO_MEMORY: Final = Declined("a tensor without memory of its own")
 _BROADCAST: Final = Declined("a broadcast source")
 _DTYPES: Final = frozenset(DTYPES)
 # Only a complex tensor can be a lazy conjugate, and only what has a sign and a fraction a lazy negative: a part of one.
@@ -36,6 +38,7 @@ _NEVER_LAZY: Final = frozenset(d for d in DTYPES if not d.is_floating_point and 
 _Tensor: Final = torch.Tensor
 _STRIDED: Final = torch.strided
 _empty_like: Final = torch.empty_like
+_increment_version: Final = torch.autograd.graph.increment_version
 
 
 def unfit(source: torch.Tensor) -> Declined | None:
@@ -44,13 +47,15 @@ def unfit(source: torch.Tensor) -> Declined | None:
         return _SUBCLASS
     if source.requires_grad:
         return _GRADIENT
-    if source.layout is not _STRIDED:
+    if source.layout is not _STRIDED or source.is_nested:
         return _LAYOUT
     dtype = source.dtype
     if dtype not in _DTYPES:
         return Declined(f"dtype {dtype}")
     if (dtype not in _NEVER_LAZY and (source.is_neg() or source.is_conj())) or source.has_names():
         return _LAZY_BIT
+    if not source.data_ptr() and source.nbytes:
+        return _NO_MEMORY
     if not source.is_contiguous():
         strides = source.stride()
         if 0 in strides and any(not stride and size > 1 for size, stride in zip(source.shape, strides, strict=True)):
@@ -160,9 +165,11 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
     lane = ring.lane
     if (
         lane is None
+        or lane.current_device() != lane.index  # what is asked below is asked of the current one
         or type(source) is not _Tensor
         or source.requires_grad
         or source.layout is not _STRIDED
+        or source.is_nested
         or source.dtype not in _DTYPES
         or not source.is_contiguous()
         or source.is_neg()
@@ -172,11 +179,13 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
         return None
     nbytes = source.nbytes
     address = source.data_ptr()
-    if not 0 < nbytes <= lane.most:
+    if not 0 < nbytes <= lane.most or not address:
         return None
     if lane.pinned(address):
         return ASYNCHRONOUS_ALREADY
     result = _empty_like(source, device=ring.device)
+    if type(result) is not _Tensor:  # a mode that makes up tensors is on
+        return None
     return None if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1) else result
 
 
@@ -192,13 +201,12 @@ def _by_size(source: torch.Tensor, ring: Ring, converts: bool) -> torch.Tensor |
     if contiguous and ring.is_pinned and source.is_pinned():
         return ASYNCHRONOUS_ALREADY
     result = _empty_like(source, device=ring.device)
-    if contiguous and nbytes < _IN_PARTS_BYTES:
-        declined = ring.send(result.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1)
-    else:
-        strides = result.stride()  # those of the source, if it has no gaps
-        if not contiguous and not converts and ring.is_pinned and strides == source.stride() and source.is_pinned():
-            return ASYNCHRONOUS_ALREADY
-        declined = _send(ring, source, strides, result, nbytes)
+    if type(result) is not _Tensor:
+        return _SUBCLASS
+    strides = result.stride()  # those of the source, if it has no gaps
+    if not contiguous and not converts and ring.is_pinned and strides == source.stride() and source.is_pinned():
+        return ASYNCHRONOUS_ALREADY
+    declined = _send(ring, source, strides, result, nbytes)
     return result if declined is None else declined
 
 
@@ -264,8 +272,13 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
         return _SUBCLASS
     if dst.requires_grad:
         return _GRADIENT
-    if dst.layout is not torch.strided:
+    if dst.layout is not torch.strided or dst.is_nested:
         return _LAYOUT
+    if dst.is_inference():
+        if not torch.is_inference_mode_enabled():
+            return _INFERENCE
+    else:
+        _increment_version(dst)  # as every change in place: autograd would use what it has saved of it otherwise
     if dst.is_conj() or dst.is_neg() or dst.has_names():
         return _LAZY_BIT
     if dst.dtype not in _DTYPES:
@@ -307,11 +320,12 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
 
 def _pitches(dst: torch.Tensor, src: torch.Tensor) -> tuple[int, int, int] | None:
     """`(pitch of dst, pitch of src, width of a row)` in bytes, of 2-D tensors with gaps between dense rows in both."""
-    columns = src.shape[1]
+    rows, columns = src.shape
     to_row, to_column = dst.stride()
     from_row, from_column = src.stride()
     size = src.itemsize
-    if to_column == 1 and from_column == 1 and columns < from_row and columns <= to_row < _MOST_PITCH // size:
+    dense = to_column == 1 and from_column == 1 and columns < from_row and columns <= to_row < _MOST_PITCH // size
+    if dense and worth(columns * size, rows):
         return to_row * size, from_row * size, columns * size
     return None
 
@@ -351,7 +365,9 @@ def _end_to_end(tensors: Sequence[Any], dim: Any) -> bool:
     """Whether the memory of `tensors`, one behind the other, is their concatenation."""
     first = tensors[0]
     ndim = first.dim()
-    if dim not in (0, -ndim) or not 0 < ndim <= 3:  # of four dimensions torch.cat may keep channels_last
+    if (
+        type(dim) is not int or dim not in (0, -ndim) or not 0 < ndim <= 3
+    ):  # of four dimensions torch.cat may keep channels_last
         return False
     dtype, rest = first.dtype, first.shape[1:]
     return all(

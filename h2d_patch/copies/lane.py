@@ -31,9 +31,9 @@ class Lane:
         self._send: Final = library.send
         self.pinned: Final = library.pinned
         self._runtime: Final = runtime
-        self._index: Final = index
+        self.index: Final = index
         self._current_stream: Final[Callable[[int], int]] = torch._C._cuda_getCurrentRawStream
-        self._current_device: Final[Callable[[], int]] = torch._C._cuda_getDevice
+        self.current_device: Final[Callable[[], int]] = torch._C._cuda_getDevice
 
     def send(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> int:
         """What `Ring.send` does, on the current stream. Returns 0, or why nothing was done, as `native` calls it.
@@ -41,9 +41,9 @@ class Lane:
         Raises OSError, having submitted nothing.
         """
         nbytes = width * rows
-        stream = self._current_stream(self._index)
+        stream = self._current_stream(self.index)
         # Stream 0 would mean that of another device, if another is current.
-        if nbytes > self.most or not (stream or self._current_device() == self._index):
+        if nbytes > self.most or not (stream or self.current_device() == self.index):
             return native.NOT_HERE
         helpers = self._library.helpers_for(nbytes) if nbytes >= native.PARALLEL_BYTES else 0
         code = self._send(self._number, dst, dst_pitch, src, src_pitch, width, rows, stream, helpers)

@@ -4,7 +4,9 @@
  * anything else is wrong, Python does the same with one thread. Calls nothing but libc and the functions of the CUDA
  * runtime that it is given.
  */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -16,10 +18,11 @@
 #endif
 
 enum { HOST_TO_DEVICE = 1, HOST_MEMORY = 1, RELAXED_CAPTURE = 2 }; /* the runtime's numbers */
-enum { MOST_THREADS = 64, SPINS = 20000, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
+enum { MOST_THREADS = 64, SPINS = 20000, ALONE = 256, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
 enum { NOT_HERE = -1, CAPTURING = -2 };
 static const size_t SMALLEST_CHUNK = 64 << 10;
-static const size_t IN_CACHE = 32 << 10; /* below, what is used again and again stays in the caches */
+static const size_t IN_CACHE = 32 << 10;  /* below, what is used again and again stays in the caches */
+static const size_t PAST_CACHES = 4 << 10; /* shorter runs are not worth going past them */
 
 struct runtime {
     int (*copy)(void *, const void *, size_t, int, void *);
@@ -93,12 +96,13 @@ static void copy_part(const struct job *job, size_t from, size_t to)
         copy_run(job, from, job->src + from, to - from);
         return;
     }
-    while (from < to) {
-        size_t row = from / job->width, column = from % job->width;
+    size_t column = from % job->width;
+    const char *row = job->src + from / job->width * job->pitch;
+    for (; from < to; row += job->pitch, column = 0) {
         size_t length = job->width - column;
         if (length > to - from)
             length = to - from;
-        copy_run(job, from, job->src + row * job->pitch + column, length);
+        copy_run(job, from, row + column, length);
         from += length;
     }
 }
@@ -109,8 +113,9 @@ static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static struct job current;
 static unsigned long generation;
 static int threads, wanted;
-static atomic_int active;         /* helpers that may still look at `current` */
-static atomic_size_t next, left;  /* the next chunk of `current`, and how many are not copied yet */
+static atomic_size_t active; /* helpers that copy parts of `current` */
+static atomic_size_t next;   /* the next chunk of `current` */
+static int alone;            /* so many jobs are done without helpers */
 
 static void copy_chunks(const struct job *job)
 {
@@ -120,7 +125,6 @@ static void copy_chunks(const struct job *job)
             return;
         size_t to = job->bytes - from > job->chunk ? from + job->chunk : job->bytes;
         copy_part(job, from, to);
-        atomic_fetch_sub(&left, 1);
     }
 }
 
@@ -145,11 +149,14 @@ static void *help(void *argument)
     return NULL;
 }
 
-static void wait_for_zero(atomic_size_t *counter)
+static void wait_for_helpers(void)
 {
-    for (unsigned spins = 0; atomic_load(counter); spins++)
+    unsigned spins = 0;
+    for (; atomic_load(&active); spins++)
         if (spins > SPINS)
             sched_yield();
+    if (spins > SPINS)
+        alone = ALONE; /* one was interrupted in the middle of a chunk: CPUs are short */
 }
 
 /* Start `number` helpers, with the runtime to call. Once. Returns how many helpers there are. */
@@ -178,39 +185,44 @@ static void copy_job(struct job job, int helpers)
         copy_part(&job, 0, job.bytes);
         return;
     }
+    if (alone) {
+        alone--;
+        copy_part(&job, 0, job.bytes);
+        pthread_mutex_unlock(&in_use);
+        return;
+    }
     job.chunk = job.bytes / (4 * ((size_t)helpers + 1));
     if (job.chunk < SMALLEST_CHUNK)
         job.chunk = SMALLEST_CHUNK;
     job.chunk = (job.chunk + 63) & ~(size_t)63;
     pthread_mutex_lock(&lock);
-    while (atomic_load(&active)) { /* a helper that woke late finds nothing left of the last job, and goes */
-        pthread_mutex_unlock(&lock);
-        sched_yield();
-        pthread_mutex_lock(&lock);
-    }
     current = job;
     wanted = helpers;
     atomic_store(&next, 0);
-    atomic_store(&left, (job.bytes + job.chunk - 1) / job.chunk);
     generation++;
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
     copy_chunks(&job);
-    wait_for_zero(&left);
+    pthread_mutex_lock(&lock);
+    wanted = 0; /* whoever wakes late stays out */
+    pthread_mutex_unlock(&lock);
+    wait_for_helpers();
     pthread_mutex_unlock(&in_use);
 }
 
 /* Dense at `dst`: `rows` rows of `width` bytes, every `pitch` bytes from `src`, by up to `helpers` threads and this one. */
 void h2d_copy(void *dst, const void *src, size_t pitch, size_t width, size_t rows, int helpers)
 {
-    struct job job = {dst, src, rows == 1 ? width : pitch, width, width * rows, 0, NULL, NULL, width * rows >= IN_CACHE};
+    int stream = width * rows >= IN_CACHE && (rows == 1 || width >= PAST_CACHES);
+    struct job job = {dst, src, rows == 1 ? width : pitch, width, width * rows, 0, NULL, NULL, stream};
     copy_job(job, helpers);
 }
 
 /* Dense at `dst`: `number` parts one behind the other, the last of which ends after `ends[number - 1]` bytes. */
 void h2d_gather(void *dst, const char *const *parts, const size_t *ends, size_t number, int helpers)
 {
-    struct job job = {dst, NULL, 0, 0, ends[number - 1], 0, parts, ends, ends[number - 1] >= IN_CACHE};
+    size_t bytes = ends[number - 1];
+    struct job job = {dst, NULL, 0, 0, bytes, 0, parts, ends, bytes >= IN_CACHE && bytes / number >= PAST_CACHES};
     copy_job(job, helpers);
 }
 
@@ -300,6 +312,13 @@ static struct segment *segment_for(struct lane *lane, void *stream, size_t bytes
             return segment;
         }
     }
+    for (int i = 0; i < SEGMENTS; i++) { /* those of streams that are used no more come back at a later call */
+        struct segment *segment = &lane->segments[i];
+        int capturing = 0;
+        if (segment->state == OPEN && !cuda.is_capturing(segment->stream, &capturing) && !capturing &&
+            !cuda.event_record(segment->event, segment->stream))
+            segment->state = CLOSED;
+    }
     return NULL;
 }
 
@@ -316,9 +335,9 @@ int h2d_send(int number, void *dst, size_t dst_pitch, const void *src, size_t sr
         return CAPTURING;
     struct lane *lane = &lanes[number];
     size_t bytes = width * rows, room = (bytes + ALIGNMENT - 1) & ~(size_t)(ALIGNMENT - 1);
-    if (room > lane->segment_bytes || pthread_mutex_trylock(&lane->lock))
+    if (pthread_mutex_trylock(&lane->lock))
         return NOT_HERE;
-    struct segment *segment = room > lane->segment_bytes ? NULL : segment_for(lane, stream, room);
+    struct segment *segment = bytes > lane->segment_bytes ? NULL : segment_for(lane, stream, room);
     if (!segment) {
         pthread_mutex_unlock(&lane->lock);
         return NOT_HERE;
@@ -337,7 +356,7 @@ int h2d_send(int number, void *dst, size_t dst_pitch, const void *src, size_t sr
 /* Whether the runtime knows the memory at `address` as pinned. */
 int h2d_pinned(const void *address)
 {
-    int attributes[64] = {0}; /* cudaPointerAttributes, larger in newer releases; the kind of memory comes first */
+    _Alignas(16) int attributes[64] = {0}; /* cudaPointerAttributes, larger in newer releases; the kind of memory comes first */
     if (cuda.pointer_attributes(attributes, address)) {
         cuda.last_error();
         return 0;

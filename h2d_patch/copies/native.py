@@ -14,7 +14,9 @@ import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import types
@@ -25,8 +27,9 @@ from typing import Final
 
 SOURCE: Final = Path(__file__).with_name("native.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")  # after $CC
+_CGROUP: Final = Path("/sys/fs/cgroup")
 _MODULE: Final = "h2d_patch_native"
-_FLAGS: Final = ("-O2", "-shared", "-fPIC", "-pthread")
+_FLAGS: Final = ("-x", "c", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread")
 _COMPILE_S: Final = 30.0
 _MOST_HELPERS: Final = 7
 _BYTES_A_HELPER: Final = 256 << 10
@@ -54,10 +57,12 @@ RUNTIME: Final = (  # what the library calls, in its order
 class Native:
     """The loaded library. Raises OSError or RuntimeError where it cannot be had.
 
-    `runtime`: the functions of the CUDA runtime, `RUNTIME`, by their addresses.
+    `runtime`: the functions of the CUDA runtime, `RUNTIME`, by their addresses. `sharing`: how many processes like this
+    one there may be on this machine; together they use half of its CPUs, their own threads included: the rest is the
+    engine's.
     """
 
-    def __init__(self, runtime: Sequence[int]) -> None:
+    def __init__(self, runtime: Sequence[int], sharing: int = 1) -> None:
         assert len(runtime) == len(RUNTIME)
         library, module = _compiled()
         address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -78,8 +83,7 @@ class Native:
         self.pinned: Callable[[int], int] = library.h2d_pinned  # whether there is pinned memory at an address
         if module is not None:
             self.send, self.pinned = module.send, module.pinned
-        # Half of what this process may use, the calling thread included: the rest is the engine's.
-        wanted = max(0, min(_MOST_HELPERS, usable_cpus() // 2 - 1))
+        wanted = max(0, min(_MOST_HELPERS, usable_cpus() // (2 * sharing) - 1))
         self.helpers: Final[int] = library.h2d_start(wanted, (address * len(runtime))(*runtime))
 
     def gather(self, dst: int, parts: Sequence[int], sizes: Sequence[int]) -> None:
@@ -105,30 +109,36 @@ class Native:
 def usable_cpus() -> int:
     """How many CPUs' time this process may use: of its affinity, and of its container's quota, the less."""
     number = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(number, int(quota) // int(period)))
-    except (OSError, ValueError, ZeroDivisionError):  # no cgroup v2, or "max"
-        return number
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup v2, v1
+        try:
+            words = " ".join((_CGROUP / file).read_text() for file in files).split()
+            quota, period = map(int, words)
+        except (OSError, ValueError):  # not that version, or "max"
+            continue
+        if quota > 0 and period > 0:  # -1: none
+            number = min(number, quota // period)
+    return max(1, number)
 
 
 def _compiled() -> tuple[ctypes.CDLL, types.ModuleType | None]:
     """The library, and the same as a module where Python's headers are there."""
-    named = shlex.split(os.environ.get("CC", ""))
-    command = named or [path for path in map(shutil.which, _COMPILERS) if path][:1]
-    if not command:
+    commands = [shlex.split(os.environ.get("CC", ""))] + [[path] for path in map(shutil.which, _COMPILERS) if path]
+    commands = [command for command in commands if command]
+    if not commands:
         raise RuntimeError("no C compiler ($CC, cc, gcc or clang)")
+    headers = _headers()
+    failure: Exception | None = None
     with tempfile.TemporaryDirectory(prefix="h2d_patch-") as folder:
         path = os.path.join(folder, f"{_MODULE}.so")
-        headers = _headers()
-        if headers is not None:
-            try:
-                _compile(command, ["-DH2D_PYTHON", f"-I{headers}"], path)
-                return ctypes.CDLL(path), _module(path)
-            except (RuntimeError, ImportError):
-                pass  # headers of another Python, say
-        _compile(command, [], path)
-        return ctypes.CDLL(path), None
+        for command in commands:
+            for flags in ([["-DH2D_PYTHON", f"-I{headers}"]] if headers is not None else []) + [[]]:
+                try:
+                    _compile(command, flags, path)
+                    return ctypes.CDLL(path), _module(path) if flags else None
+                except (OSError, RuntimeError, ImportError) as error:  # headers of another Python, say
+                    failure = failure or error
+        assert failure is not None
+        raise failure
 
 
 def _headers() -> str | None:
@@ -147,29 +157,42 @@ def _module(path: str) -> types.ModuleType:
 
 
 def _compile(command: Sequence[str], flags: Sequence[str], path: str) -> None:
-    """Raises OSError, RuntimeError or subprocess.TimeoutExpired."""
-    done = subprocess.run(
-        [*command, *_FLAGS, *flags, "-o", path, str(SOURCE)],
+    """Raises OSError or RuntimeError."""
+    _run([*command, *_FLAGS, *flags, "-o", path, str(SOURCE)])
+    # In a process of its own first: what is no whole library, or one with a sanitizer, ends the process that loads it.
+    _run([sys.executable, "-I", "-S", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path])
+
+
+def _run(command: Sequence[str]) -> None:
+    with subprocess.Popen(
+        command,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        timeout=_COMPILE_S,
-        check=False,
-    )
-    if done.returncode:
-        words = done.stderr.strip().splitlines()
-        raise RuntimeError(f"{command[0]} failed with {done.returncode}: {words[-1] if words else 'it says nothing'}")
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=_COMPILE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+            raise RuntimeError(f"{command[0]} took more than {_COMPILE_S:.0f} s") from None
+    if process.returncode:
+        lines = [line for line in said.splitlines() if line.strip()]
+        telling = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it says nothing")
+        words = "".join(character if character.isprintable() else " " for character in telling).strip()[:200]
+        raise RuntimeError(f"{command[0]} failed with {process.returncode}: {words}")
 
 
 loaded: Native | None = None
 
 
-def start(runtime: Sequence[int]) -> None:
+def start(runtime: Sequence[int], sharing: int = 1) -> None:
     """Once a process; raises like `Native`. Its threads stay until the process ends."""
     global loaded
     if loaded is None:
-        loaded = Native(runtime)
+        loaded = Native(runtime, sharing)
 
 
 def _renew() -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from h2d_patch.copies.staging import Piece
 
 # Row by row with memmove where there are few rows; where there are many, torch's copy takes less time than Python.
-_MOST_ROWS: Final = 64
+_MOST_ROWS: Final = 8
+_NARROW_BYTES: Final = 32  # rows that the compiled copies are slower at than torch
 # Up to this many bytes the GIL is kept: letting go of it and getting it back takes longer.
 _SHORT_BYTES: Final = 64 << 10
 _ADDRESS: Final = ctypes.c_void_p
@@ -65,10 +66,15 @@ def dense_rows(source: torch.Tensor) -> tuple[int, int, int] | None:
         return None
     pitch, step = source.stride()
     rows, columns = source.shape
-    if step != 1 or pitch < columns or (rows > _MOST_ROWS and native.loaded is None):
-        return None
     size = source.itemsize
+    if step != 1 or pitch < columns or not worth(columns * size, rows):
+        return None
     return pitch * size, columns * size, rows
+
+
+def worth(width: int, rows: int) -> bool:
+    """Whether `copy_rows` takes less time than torch for `rows` rows of `width` bytes."""
+    return rows <= _MOST_ROWS or (native.loaded is not None and width >= _NARROW_BYTES)
 
 
 def snapshot(source: torch.Tensor, piece: Piece, strides: tuple[int, ...], skip: int = 0) -> None:

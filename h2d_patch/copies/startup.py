@@ -99,10 +99,12 @@ def _words(error: BaseException) -> str:
 
 
 def _start_native() -> None:
+    import torch
+
     from h2d_patch.copies import native
     from h2d_patch.copies.cuda import Runtime
 
-    native.start(Runtime().addresses())
+    native.start(Runtime().addresses(), sharing=torch.cuda.device_count())  # a worker for each, at the most
 
 
 def _open_ring(index: int, nbytes: int) -> int:

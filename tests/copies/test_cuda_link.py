@@ -81,7 +81,7 @@ def lane(linked, library, monkeypatch):
     memory = torch.zeros(8 << 10, dtype=torch.uint8)
     opened = Lane(library, link, other, 1, memory.data_ptr(), 8 << 10)
     assert other.on == [("new_event", 1)] * native.SEGMENTS
-    opened._current_device = link._current_device
+    opened.current_device = link._current_device
     opened._current_stream = lambda index: 7
     opened.memory = memory
     yield opened
@@ -96,7 +96,7 @@ def test_a_lane_is_not_for_the_default_stream_of_another_device(lane, runtime):
     assert torch.equal(target, source)
     lane._current_stream = lambda index: 0
     assert lane.send(*send) == native.NOT_HERE
-    lane._index = 0
+    lane.index = 0
     assert lane.send(*send) == 0
     assert lane.send(1, 1025, source.data_ptr(), 1025, 1025, 1) == native.NOT_HERE, "larger than a segment"
     lane.close()

@@ -424,7 +424,7 @@ class FakeLane:
 
     def __init__(self, answer=0):
         self.most, self.answer, self.sent = 1000, answer, []
-        self.pinned = lambda address: False
+        self.pinned, self.current_device, self.index = (lambda address: False), (lambda: 3), 3
 
     def send(self, dst, dst_pitch, src, src_pitch, width, rows):
         assert dst_pitch == src_pitch == width and rows == 1
@@ -469,6 +469,59 @@ def test_the_usual_small_copy_takes_the_lane_and_no_other_does(monkeypatch, ledg
             )
             assert found.is_sparse or found.is_quantized or torch.equal(found, source)
     assert len(lane.sent) == 3 * at_once and not ledger.errors
+
+
+def test_where_another_device_is_current_nothing_is_asked_of_it(monkeypatch, ledger):
+    lane = FakeLane()
+    lane.pinned = lambda address: pytest.fail("the current device is not the lane's")
+    lane.index = 4
+    with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "lane", lane)
+        assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
+    assert not ledger.errors and not ledger.fallbacks
+
+
+@pytest.mark.parametrize("with_lane", [False, True])
+def test_tensors_without_memory_of_their_own_are_left_to_the_original(monkeypatch, ledger, with_lane):
+    def run(source):
+        with forced_staging(1 << 12) as ring:
+            monkeypatch.setattr(ring, "lane", FakeLane() if with_lane else None)
+            copies.copy_h2d.bind(ledger)(torch.zeros(source.shape), source)
+            copies.nested_to_device.bind(ledger)([source], CPU)
+            return copies.to_device.bind(ledger)(source, CPU)
+
+    assert torch.equal(torch.func.functionalize(run)(torch.ones(3)), torch.ones(3))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "lane", FakeLane() if with_lane else None)
+        assert copies.to_device.bind(ledger)(nested, CPU).is_nested
+    assert ledger.reasons and not ledger.errors
+
+
+def test_a_tensor_in_a_mode_that_makes_tensors_up_is_left_to_the_original(monkeypatch, ledger):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    lane = FakeLane()
+    with forced_staging(1 << 12) as ring, FakeTensorMode(allow_non_fake_inputs=True):
+        monkeypatch.setattr(ring, "lane", lane)
+        copies.to_device.bind(ledger)(torch.arange(9), CPU)
+    assert not lane.sent and not ledger.errors
+
+
+def test_a_change_in_place_is_one_for_autograd_and_for_inference_mode(ledger):
+    copy = copies.copy_h2d.bind(ledger)
+    with forced_staging(1 << 12):
+        weight, target = torch.ones(3, requires_grad=True), torch.ones(3)
+        loss = (weight * target).sum()
+        copy(target, torch.full((3,), 7.0))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with torch.inference_mode():
+            made_there = torch.zeros(3)
+            copy(made_there, torch.ones(3))
+        assert made_there.sum() == 3 and not ledger.fallbacks
+        with pytest.raises(RuntimeError, match="[Ii]nference"):
+            copy(made_there, torch.ones(3))
 
 
 def test_a_pinned_source_is_left_to_torch(monkeypatch, ledger):

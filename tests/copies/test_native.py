@@ -151,6 +151,17 @@ def test_on_an_idle_stream_the_lane_starts_again(lane, runtime):
     assert runtime.recorded == [(100, 1)], "only what was full while the stream was not idle"
 
 
+def test_segments_of_streams_that_are_used_no_more_come_back(lane, runtime):
+    for stream in range(1, 9):
+        assert lane.send(200, stream) == 0
+    runtime.capturing.add(3)
+    assert lane.send(200, 9) == native.NOT_HERE
+    assert sorted(runtime.recorded) == [(100 + i, i + 1) for i in range(8) if i != 2], "no event goes into a graph"
+    assert lane.send(200, 9) == native.NOT_HERE
+    runtime.passed.update(range(100, 108))
+    assert lane.send(200, 9) == 0
+
+
 def test_each_stream_has_segments_of_its_own(lane, runtime):
     assert [lane.send(200, 1), lane.send(200, 2), lane.send(200, 1)] == [0, 0, 0]
     assert [copy[3] - lane.memory.data_ptr() for copy in runtime.submitted] == [0, 1024, 256]
@@ -281,18 +292,57 @@ def test_a_forked_child_has_none_of_it_and_the_parent_keeps_its_own(library, mon
     assert torch.equal(source, target)
 
 
+@pytest.fixture
+def only(monkeypatch):
+    """Makes $CC the only compiler there is."""
+
+    def use(compiler: str) -> None:
+        monkeypatch.setattr(native, "_COMPILERS", ())
+        monkeypatch.setenv("CC", compiler)
+
+    return use
+
+
 @pytest.mark.parametrize(
     ("compiler", "words"),
     [
         ("/nowhere/cc", "No such file"),
         ("false", "false failed with 1: it says nothing"),
-        ("sh -c 'echo why >&2; exit 3'", "sh failed with 3: why"),
+        ("sh -c 'echo note >&2; echo the Error >&2; echo mark >&2; exit 3'", "sh failed with 3: the Error"),
+        ("sh -c 'sleep 60 & wait'", "sh took more than 1 s"),
+        ("true", "python.* failed with 1: .*"),  # it compiles nothing
+        (
+            'sh -c \'for last in; do :; done; printf \\177ELF >$(echo "$0 $*" | sed "s/.*-o //; s/ .*//")\'',
+            "failed with",
+        ),
     ],
 )
-def test_without_a_compiler_that_works_the_error_says_why(monkeypatch, compiler, words):
-    monkeypatch.setenv("CC", compiler)
+def test_without_a_compiler_that_works_the_error_says_why(monkeypatch, only, compiler, words):
+    monkeypatch.setattr(native, "_COMPILE_S", 1.0)
+    only(compiler)
     with pytest.raises((OSError, RuntimeError), match=words):
         native.Native([0] * len(native.RUNTIME))
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "g++", "gcc -std=c89", "gcc -Werror -Wall"])
+def test_any_compiler_of_c_will_do(only, compiler):
+    if shutil.which(compiler.split()[0]) is None:
+        pytest.skip(f"no {compiler}")
+    only(compiler)
+    assert native.Native([0] * len(native.RUNTIME)).helpers >= 0
+
+
+def test_a_library_that_would_end_the_process_is_not_loaded(only):
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    only("gcc -fsanitize=address")
+    with pytest.raises(RuntimeError, match="failed with"):
+        native.Native([0] * len(native.RUNTIME))
+
+
+def test_where_the_named_compiler_fails_the_system_s_own_is_used(monkeypatch, library):
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert native.Native([0] * len(native.RUNTIME)).helpers >= 0
 
 
 def test_without_any_compiler_the_error_names_those_looked_for(monkeypatch, tmp_path):
@@ -315,13 +365,31 @@ def test_nothing_stays_on_disk(monkeypatch, tmp_path, library):
 
 
 @pytest.mark.parametrize(
-    ("quota", "cpus"),
-    [("max 100000", 64), ("400000 100000", 4), ("50000 100000", 1), ("12800000 100000", 64), ("nonsense", 64)],
+    ("files", "cpus"),
+    [
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "12800000 100000"}, 64),
+        ({"cpu.max": "nonsense"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "600000", "cpu/cpu.cfs_period_us": "100000"}, 6),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ({}, 64),
+    ],
 )
-def test_a_container_s_quota_bounds_the_threads(monkeypatch, tmp_path, quota, cpus):
+def test_a_container_s_quota_bounds_the_threads(monkeypatch, tmp_path, files, cpus):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(native.Path, "read_text", lambda self: quota)
+    monkeypatch.setattr(native, "_CGROUP", tmp_path)
     assert native.usable_cpus() == cpus
+
+
+@pytest.mark.parametrize(("cpus", "sharing", "helpers"), [(64, 1, 7), (64, 8, 3), (16, 8, 0), (2, 1, 0), (192, 8, 7)])
+def test_workers_that_share_a_machine_share_its_cpus(monkeypatch, library, cpus, sharing, helpers):
+    monkeypatch.setattr(native, "usable_cpus", lambda: cpus)
+    assert native.Native([0] * len(native.RUNTIME), sharing).helpers == helpers
 
 
 def test_it_compiles_without_warnings(tmp_path):

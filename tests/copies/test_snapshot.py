@@ -54,3 +54,12 @@ def test_parts_lie_one_behind_the_other(ways):
     target = torch.zeros(700_004, dtype=torch.uint8)
     snapshot.gather(target.data_ptr(), [part.data_ptr() for part in parts], [part.numel() for part in parts])
     assert torch.equal(target, torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "itself"), [(3, 5, True), (8, 1, True), (9, 2, False), (9, 8, None), (5000, 3, False)]
+)
+def test_many_rows_are_torch_s_where_that_takes_less_time(ways, rows, columns, itself):
+    source = torch.zeros(rows, columns + 1, dtype=torch.int64)[:, :columns]
+    expected = native.loaded is not None if itself is None else itself
+    assert (snapshot.dense_rows(source) is not None) == expected
