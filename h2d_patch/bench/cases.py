@@ -101,14 +101,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """`nbytes` travel. `asynchronous`: the original copies from where the source lies, takes no snapshot, and is to be
-    left alone. `prepare` allocates."""
+    """`nbytes` travel, in `copies` copies. `prepare` allocates.
+
+    `asynchronous`: the original copies from where the source lies, takes no snapshot, and is to be left alone.
+    """
 
     name: str
     kind: str
     nbytes: int
     prepare: Callable[[Device, Ours], Prepared]
     asynchronous: bool = False
+    copies: int = 1
 
 
 def size_text(nbytes: int) -> str:
@@ -123,24 +126,22 @@ def all_cases(quick: bool) -> Iterator[Case]:
     """`quick`: a few sizes of each kind, up to 8 MiB."""
     kib, mib = 1 << 10, 1 << 20
     sizes = [4 * kib, 64 * kib, mib, 8 * mib] if quick else _powers(kib, 64 * mib)
-    shuffled = [64 * kib, mib] if quick else [16 * kib, 256 * kib, mib, 4 * mib, 16 * mib]
+    together = [64 * kib, 4 * mib] if quick else _powers(64 * kib, 64 * mib)
     for nbytes in sizes:
         yield pageable(nbytes)
-    for nbytes in sizes:
-        if nbytes >= 4 * kib:
-            yield _to("gapped", nbytes, _gapped, fresh=True)
-    for nbytes in shuffled:
+    for nbytes in sizes[1 if quick else 2 :]:  # a matrix with gaps is one from 4 KiB on
+        yield _to("gapped", nbytes, _gapped, fresh=True)
         yield _to("transposed", nbytes, _transposed, fresh=True)
-    for nbytes in shuffled:
+    for nbytes in [64 * kib, mib] if quick else _powers(16 * kib, 16 * mib, 2):
         yield _to("transposed gapped", nbytes, _transposed_gapped, fresh=True)
     for nbytes in sizes:
         yield _to("converted", nbytes, _contiguous, torch.bfloat16)
     for columns in (16, 2048) if quick else (16, 256, 2048, 8192, 32768):
         yield _mrope(columns)
-    for number, nbytes in ((1, 4 * mib), (8, 4 * mib), (64, 4 * mib), (1, 64 * kib), (8, 512 * kib)):
-        yield _nested(number, nbytes)
-    for number, nbytes in ((1, 64 * kib), (8, 64 * kib), (64, 64 * kib), (1, 4 * mib), (8, 4 * mib), (64, 4 * mib)):
-        yield _cat(number, nbytes)
+    for nbytes in together:
+        for number in (1, 8, 64):
+            yield _nested(number, nbytes)
+            yield _cat(number, nbytes)
     yield _to("pinned", 4 * mib, _pinned, asynchronous=True)
     yield _to("pinned transposed", 8 * mib, _pinned_transposed, asynchronous=True)
     yield _to("pinned converted", 4 * mib, _pinned, torch.bfloat16, asynchronous=True)
@@ -255,7 +256,7 @@ def _nested(number: int, nbytes: int) -> Case:
 
         return Prepared(Sources(tensors, device), original, upstream, call_ours)
 
-    return Case(f"nested {number} × {size_text(nbytes // number)}", "nested", nbytes, prepare)
+    return Case(f"nested {number} × {size_text(nbytes // number)}", "nested", nbytes, prepare, copies=number)
 
 
 def _cat(number: int, nbytes: int) -> Case:

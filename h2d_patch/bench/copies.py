@@ -280,6 +280,7 @@ class _Found:
             "case": self.case.name,
             "kind": self.case.kind,
             "bytes": self.case.nbytes,
+            "copies": self.case.copies,
             "asynchronous": self.case.asynchronous,
             "queued": {str(ms): _summaries(*found) for ms, found in self.queued.items() if found[0]["ours"]},
         }

@@ -185,6 +185,21 @@ def test_what_a_result_does_not_show_is_not_met_and_has_a_reason(tmp_path: Path,
     assert any(reason in entry["reason"] for entry in unknown)
 
 
+def test_a_call_of_many_copies_is_judged_by_one_of_them(tmp_path: Path) -> None:
+    results = _good()
+    many = copy.deepcopy(next(row for row in results["copies.json"]["rows"] if row["kind"] == "pageable"))
+    small = many["queued"]
+    for arms in small.values():
+        for arm in arms.values():
+            arm["median_us"] = 640.0
+    small["0"]["ours"]["median_us"] = 640.0 + 64 * 8
+    results["copies.json"]["rows"].append(many | {"case": "many", "kind": "nested", "bytes": 64 << 16, "copies": 64})
+    assert all(entry["met"] for entry in _judged(tmp_path, results))
+    small["0"]["ours"]["median_us"] += 64
+    (missed,) = [entry for entry in _judged(tmp_path, results) if not entry["met"]]
+    assert missed["what"] == "idle, up to 64 KiB" and "many" in missed["value"]
+
+
 def test_a_load_that_is_not_gpu_bound_is_not_judged(tmp_path: Path) -> None:
     results = _good()
     results["multimodal.json"]["loads"]["several"]["on_against_off"]["requests_per_s"]["median"] = 1.0
