@@ -26,6 +26,7 @@ from .report.state import clean, read_states
 from .settings import ConfigurationError, Settings
 
 BAD = ("refused", "failed")
+_REPETITIONS = 60  # of `bench copies`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,8 +175,11 @@ def _bench_copies(options: argparse.Namespace, settings: Settings, manifest: Man
     if options.plot:
         plot.require_matplotlib()  # now, not after the measurement
     if options.source:
-        if options.json:
-            raise ConfigurationError("bench copies: both --from and --json; expected --json only where it measures")
+        measuring = {"--json": options.json, "--quick": options.quick, "--own-stream": options.own_stream}
+        measuring |= {"--repetitions": options.repetitions, "--device": options.device}
+        given = [name for name, value in measuring.items() if value]
+        if given:
+            raise ConfigurationError(f"bench copies: both --from and {given[0]}; expected {given[0]} only to measure")
         result = results.load(options.source)
         print(*results.lines(result), sep="\n")
     else:
@@ -200,13 +204,18 @@ def _measure_copies(options: argparse.Namespace, settings: Settings) -> dict[str
     from .bench.device import open_device
 
     try:
-        device = open_device(options.device, options.own_stream)
+        device = open_device(options.device or "cuda:0", options.own_stream)
     except ValueError as error:
         raise ConfigurationError(f"bench copies --device {error}") from None
     try:
         with _terminated_like_interrupted():
             return copies.run(
-                device, settings.pinned_bytes, options.json, options.quick, options.repetitions, options.own_stream
+                device,
+                settings.pinned_bytes,
+                options.json,
+                options.quick,
+                options.repetitions or _REPETITIONS,
+                options.own_stream,
             )
     except copies.NoRing as error:
         print(f"h2d-patch: bench copies: no staging region: {_one_line(str(error))}", file=sys.stderr)
@@ -225,6 +234,12 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _file(text: str) -> Path:
+    if not text or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a file")
+    return Path(text)
 
 
 def _positive(text: str) -> int:
@@ -262,20 +277,21 @@ def _parser() -> argparse.ArgumentParser:
         "copies",
         help="host time of copies to the device, by size, form and queued GPU work",
         description="Host time of copies to the device until the call returns, by size, form and queued GPU work; "
-        "whether the destination holds the values at the moment of the call; pinned memory allocated. Takes about two "
+        "whether the destination holds the values at the moment of the call; pinned memory allocated. Takes three "
         "minutes on a GPU that nothing else uses. H2D_PATCH_PINNED_MB bounds the staging region.",
     )
     added.set_defaults(run=_bench_copies)
-    added.add_argument("--json", type=Path, metavar="FILE", help="write every repetition; also if interrupted")
-    added.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture; needs h2d-patch[plot]")
-    added.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show a result, measure nothing")
+    added.add_argument("--json", type=_file, metavar="FILE", help="write every repetition; also if interrupted")
+    added.add_argument("--plot", type=_file, metavar="FILE", help="draw a picture; needs h2d-patch[plot]")
+    added.add_argument("--from", dest="source", type=_file, metavar="FILE", help="show a result, measure nothing")
     added.add_argument("--quick", action="store_true", help="a few sizes of each form")
     added.add_argument(
-        "--repetitions", type=_positive, default=60, metavar="N", help="idle and up to 1 MiB; the rest in proportion"
+        "--repetitions",
+        type=_positive,
+        metavar="N",
+        help=f"idle and up to 1 MiB, the rest in proportion (default: {_REPETITIONS})",
     )
-    added.add_argument(
-        "--device", default="cuda:0", help="(default: cuda:0); on cpu all runs, and its numbers mean nothing"
-    )
+    added.add_argument("--device", help="(default: cuda:0); on cpu all runs, and its numbers mean nothing")
     added.add_argument(
         "--own-stream",
         action="store_true",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,31 @@ def test_the_table_of_copies_is_that_of_the_result_file() -> None:
         for ms, cell in zip(("0", "2", "20"), cells, strict=True):
             medians = (rows[case][ms][arm]["median_us"] for arm in ("original", "upstream", "ours"))
             assert cell == " · ".join(f"{us:,.0f}".replace(",", " ") for us in medians), (case, ms)
+
+
+def test_what_is_said_of_all_copies_is_so() -> None:
+    rows = [row for row in result("copies.json")["rows"] if not row["asynchronous"]]
+    left_alone = [row for row in result("copies.json")["rows"] if row["asynchronous"]]
+    text = " ".join((ROOT / "docs/copies.md").read_text(encoding="utf-8").split())
+
+    def us(row: dict[str, Any], ms: int, arm: str = "ours") -> float:
+        return float(row["queued"][str(ms)][arm]["median_us"])
+
+    def more(of: list[dict[str, Any]], ms: int) -> list[float]:
+        return sorted(us(row, ms) - us(row, ms, "original") for row in of)
+
+    small = [row for row in rows if row["bytes"] <= 1 << 20 and row["kind"] != "mrope"]
+    for ms, words in ((0, "on an idle GPU {:.1f} µs more"), (20, "behind 20 ms of work {:.1f} and")):
+        assert words.format(statistics.median(more(small, ms))) in text
+        assert f"{max(more(small, ms)):.1f}" in text
+        assert re.search(rf"about {statistics.median(more(small, 0)):.0f} µs on an idle\s+GPU", README)
+    ratios = {row["case"]: us(row, 0) / us(row, 0, "original") for row in rows if row["bytes"] >= 4 << 20}
+    many = max(ratio for case, ratio in ratios.items() if case.startswith("nested"))
+    one = [ratio for case, ratio in ratios.items() if not re.match(r"nested (8|64)", case)]
+    assert f"takes {min(one):.2f} to {max(one):.2f} of the original's time" in text and f"up to {many:.2f}." in text
+    queued = [us(row, 20) / 1000 for row in rows if row["bytes"] > 2 << 20]
+    assert f"takes {min(queued):.1f} to {max(queued):.1f} ms in place" in text
+    assert f"cost {more(left_alone, 0)[0]:.1f} to {more(left_alone, 0)[-1]:.1f} µs" in text
 
 
 def test_every_result_says_its_commit_machine_versions_and_repetitions() -> None:

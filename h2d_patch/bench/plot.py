@@ -28,6 +28,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     require_matplotlib()
     from matplotlib.figure import Figure
 
+    if not any(row["kind"] == "pageable" and "0" in row["queued"] for row in result["rows"]):
+        raise ConfigurationError("--plot: too few cases were measured; expected pageable copies among them")
+
     depths = [str(ms) for ms in result["queued_ms"]]
     figure = Figure(figsize=(4.2 * (len(depths) + 1), 4.2), layout="constrained")
     panels = figure.subplots(1, len(depths) + 1)
@@ -47,15 +50,17 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     last.set_xlabel("n")
     panels[0].set_ylabel("µs until the call returns (median)")
     for panel in panels:
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
+        if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
         panel.grid(alpha=0.3)
     panels[0].legend()
     last.legend(fontsize="x-small")
     gpu = result.get("machine", {}).get("gpu") or "no GPU: the numbers mean nothing"
     figure.suptitle(f"Host time of one copy to the device ({gpu})")
     try:
-        figure.savefig(path, dpi=120)
+        with path.open("wb") as file:  # by its name matplotlib would choose another where that has no suffix
+            figure.savefig(file, dpi=120, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--plot {path}: {error}; expected a file to write, like copies.png") from None
 

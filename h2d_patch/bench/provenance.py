@@ -52,10 +52,13 @@ def write(path: str | Path, result: dict[str, Any], about: dict[str, Any] | None
 
     Written whole or not at all. Raises OSError.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path).resolve()  # a link stays one
+    text = as_json({**(provenance() if about is None else about), **result})
+    if path.exists() and not path.is_file():  # a pipe, or a device such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(as_json({**(provenance() if about is None else about), **result}), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 

@@ -75,11 +75,18 @@ def load(path: Path) -> dict[str, Any]:
     """A file that `bench copies --json` wrote. Raises ConfigurationError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not all(set(_ARMS) <= set(arms) for row in content["rows"] for arms in row["queued"].values()):
-            raise KeyError("arms")
+        if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+            raise ValueError("it has no rows")
+        for row in content["rows"]:
+            for ms, arms in row["queued"].items():
+                for arm in _ARMS:
+                    if not {"median_us", "snapshot_kept"} <= set(arms.get(arm, ())):
+                        raise ValueError(f"{row['case']}, {ms} ms queued, has no {arm}")
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; expected a file of bench copies --json") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError):
+        raise ConfigurationError(f"{path}: its rows are not rows; expected a file of bench copies --json") from None
+    except ValueError as error:
         raise ConfigurationError(f"{path}: {error}; expected a file of bench copies --json") from None
     loaded: dict[str, Any] = content
     return loaded

@@ -231,3 +231,52 @@ def test_a_termination_ends_a_measurement_as_an_interruption_does():
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("it went on")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    "option", [["--quick"], ["--repetitions", "3"], ["--device", "cpu"], ["--own-stream"], ["--json", "x"]]
+)
+def test_what_only_a_measurement_takes_is_refused_beside_a_result(measured, capsys, option):
+    assert main(["bench", "copies", "--from", str(measured.path), *option]) == 2
+    assert f"both --from and {option[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--from"])
+@pytest.mark.parametrize("where", ["", "."])
+def test_a_name_that_can_be_no_file_is_wrong_usage(capsys, option, where):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "copies", option, where])
+    assert stopped.value.code == 2 and "expected a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "it has no rows"),
+        ("[]", "it has no rows"),
+        ('{"rows": 1}', "it has no rows"),
+        ('{"rows": [1]}', "its rows are not rows"),
+        ('{"rows": [{"case": "a", "queued": {"0": {"original": {}}}}]}', "a, 0 ms queued, has no original"),
+    ],
+)
+def test_a_file_of_another_kind_says_what_is_wrong_with_it(tmp_path, capsys, content, words):
+    (tmp_path / "other.json").write_text(content)
+    assert main(["bench", "copies", "--from", str(tmp_path / "other.json")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_result_is_written_where_it_was_said_and_nowhere_else(tmp_path):
+    from h2d_patch.bench.provenance import write
+
+    kept, link = tmp_path / "kept.json", tmp_path / "link.json"
+    kept.write_text("old")
+    link.symlink_to(kept)
+    write(link, {"new": 1}, {})
+    assert link.is_symlink() and json.loads(kept.read_text()) == {"new": 1}
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "no/such/folder.json", {}, {})
+    device = Path("/dev/null")
+    before = device.stat().st_ino
+    write(device, {"new": 1}, {})
+    assert device.stat().st_ino == before and device.is_char_device()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "link.json"]
