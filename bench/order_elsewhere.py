@@ -1,6 +1,6 @@
 """Pooling models and pipeline parallelism: are outputs right when the H2D fixes take the waits out of a step?
 
-    python bench/order_elsewhere.py --json bench/results/order_elsewhere.json [--only pooling | --only pipeline]
+    python bench/order_elsewhere.py --json bench/results/order_elsewhere.json [--only pooling | --only pipeline | --only CONFIGURATION]
 
 vLLM rewrites pinned buffers (token ids, positions, block tables) at each step and copies them asynchronously.
 Something must keep the next step from rewriting them too early: vLLM's event, which exists under asynchronous
@@ -360,7 +360,7 @@ def on_gpu() -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--only", choices=[*KINDS, *CONFIGURATIONS], nargs="+", default=list(KINDS))
     parser.add_argument("--sleep-ms", type=float, default=30.0, help="work queued ahead of each step")
     parser.add_argument("--passes", type=int, default=2, help="of each arm that is no control")
     parser.add_argument("--requests", type=int, default=12)
@@ -387,7 +387,7 @@ def main() -> None:
         (Path(scratch) / "logs").mkdir()
         write_model(model)
         say("model written;", gpus, "GPUs")
-        for name in [name for kind in options.only for name in KINDS[kind]]:
+        for name in [name for only in options.only for name in KINDS.get(only, [only])]:
             ranks = CONFIGURATIONS[name]["ranks"]
             if gpus and gpus < ranks:
                 result["skipped"][name] = f"needs {ranks} GPUs, this machine has {gpus}"
