@@ -1,6 +1,6 @@
 """Pooling models and pipeline parallelism: are outputs right when the H2D fixes take the waits out of a step?
 
-    python bench/order_elsewhere.py --json bench/results/order_elsewhere.json [--only pooling | --only pipeline | --only CONFIGURATION]
+    python bench/order_elsewhere.py --json bench/results/order_pooling.json --only pooling    (pipeline needs two GPUs)
 
 vLLM rewrites pinned buffers (token ids, positions, block tables) at each step and copies them asynchronously.
 Something must keep the next step from rewriting them too early: vLLM's event, which exists under asynchronous

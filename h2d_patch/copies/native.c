@@ -315,8 +315,12 @@ static struct segment *segment_for(struct lane *lane, void *stream, size_t bytes
     for (int i = 0; i < SEGMENTS; i++) { /* those of streams that are used no more come back at a later call */
         struct segment *segment = &lane->segments[i];
         int capturing = 0;
-        if (segment->state == OPEN && !cuda.is_capturing(segment->stream, &capturing) && !capturing &&
-            !cuda.event_record(segment->event, segment->stream))
+        if (segment->state != OPEN)
+            continue;
+        if (cuda.is_capturing(segment->stream, &capturing) ||
+            (!capturing && cuda.event_record(segment->event, segment->stream)))
+            cuda.last_error();
+        else if (!capturing)
             segment->state = CLOSED;
     }
     return NULL;
