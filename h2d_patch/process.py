@@ -439,6 +439,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+_WITHOUT_EVENT = "without asynchronous scheduling: the wait that this removes orders buffers of the step there"
+
+
 def _unguarded(worker: Any) -> str | None:
     """Why nothing orders the reuse of a step's other buffers in this worker but the waits that the H2D fixes remove.
 
@@ -454,9 +457,6 @@ def _unguarded(worker: Any) -> str | None:
     if getattr(getattr(config, "model_config", None), "runner_type", None) == "pooling":
         return f"off for pooling models {_WITHOUT_EVENT}"
     return None
-
-
-_WITHOUT_EVENT = "without asynchronous scheduling: the wait that this removes orders buffers of the step there"
 
 
 @contextmanager

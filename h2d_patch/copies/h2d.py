@@ -365,9 +365,8 @@ def _end_to_end(tensors: Sequence[Any], dim: Any) -> bool:
     """Whether the memory of `tensors`, one behind the other, is their concatenation."""
     first = tensors[0]
     ndim = first.dim()
-    if (
-        type(dim) is not int or dim not in (0, -ndim) or not 0 < ndim <= 3
-    ):  # of four dimensions torch.cat may keep channels_last
+    # Of four dimensions torch.cat may keep channels_last.
+    if type(dim) is not int or dim not in (0, -ndim) or not 0 < ndim <= 3:
         return False
     dtype, rest = first.dtype, first.shape[1:]
     return all(

@@ -28,7 +28,7 @@ def copy_bytes(dst: int, src: int, nbytes: int) -> None:
     """`nbytes` from address to address, in host memory that does not overlap."""
     if nbytes <= _SHORT_BYTES:
         _memmove_short(dst, src, nbytes)
-    elif nbytes >= native.PARALLEL_BYTES and native.loaded is not None:
+    elif native.loaded is not None:
         native.loaded.copy(dst, src, nbytes, nbytes, 1, native.loaded.helpers_for(nbytes))
     else:
         ctypes.memmove(dst, src, nbytes)
