@@ -11,7 +11,7 @@ from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
 from h2d_patch.copies.snapshot import dense_rows, gather, snapshot, worth
 from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
-# From here on in parts, of this size: the first is on its way while the second is copied into the ring.
+# From here on, or from a quarter of the ring on, in parts: the first is on its way while the second is copied into it.
 _IN_PARTS_BYTES: Final = 16 << 20
 _PART_BYTES: Final = 8 << 20
 # From here on concatenated into the ring itself: below, torch.cat takes less time than a look at each tensor.
@@ -215,13 +215,11 @@ def _send(
 ) -> Declined | None:
     """Copy `source` as it is now to `target`, of its dtype, both laid out by `strides`, without gaps."""
     if source.stride() == strides:
-        if nbytes >= _IN_PARTS_BYTES:
-            return _send_in_parts(ring, source.data_ptr(), target.data_ptr(), nbytes)
-        return ring.send(target.data_ptr(), nbytes, source.data_ptr(), nbytes, nbytes, 1)
+        return _send_dense(ring, target.data_ptr(), source.data_ptr(), nbytes)
     rows = dense_rows(source) if target.is_contiguous() else None
     if rows is not None:
         pitch, width, number = rows
-        return ring.send(target.data_ptr(), width, source.data_ptr(), pitch, width, number)
+        return _send_rows(ring, target.data_ptr(), width, source.data_ptr(), pitch, width, number)
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
@@ -232,19 +230,49 @@ def _send(
     return None
 
 
-def _send_in_parts(ring: Ring, source: int, target: int, nbytes: int) -> Declined | None:
-    """The same for dense memory, in parts: one travels while the next is copied into the ring."""
-    if nbytes > ring.capacity:
-        return TOO_LARGE
-    if ring.room() < nbytes:  # what is started is finished, but for other threads that take the room meanwhile
-        return FULL
-    part = min(_PART_BYTES, ring.capacity // 4)
+def _send_dense(ring: Ring, target: int, source: int, nbytes: int) -> Declined | None:
+    """The same for dense memory; what is large in parts: one travels while the next is copied into the ring."""
+    quarter = ring.capacity // 4
+    if nbytes < _IN_PARTS_BYTES and nbytes <= quarter:
+        return ring.send(target, nbytes, source, nbytes, nbytes, 1)
+    declined = _no_room(ring, nbytes)
+    part = min(_PART_BYTES, quarter)
     for start in range(0, nbytes, part):
+        if declined is not None:
+            break  # the original copies all of it again, behind what has been submitted
         length = min(part, nbytes - start)
         declined = ring.send(target + start, length, source + start, length, length, 1)
+    return declined
+
+
+def _send_rows(
+    ring: Ring, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
+) -> Declined | None:
+    """`ring.send`, some rows at a time where all of them are more than a quarter of the ring."""
+    quarter = ring.capacity // 4
+    if width * rows <= quarter:
+        return ring.send(target, target_pitch, source, source_pitch, width, rows)
+    declined = _no_room(ring, width * rows)
+    part = max(1, quarter // width)
+    for row in range(0, rows, part):
         if declined is not None:
-            return declined  # the original copies all of it again, behind what has been submitted
-    return None
+            break
+        declined = ring.send(
+            target + row * target_pitch,
+            target_pitch,
+            source + row * source_pitch,
+            source_pitch,
+            width,
+            min(part, rows - row),
+        )
+    return declined
+
+
+def _no_room(ring: Ring, nbytes: int) -> Declined | None:
+    """Asked before the first part: what is started is finished, but for other threads that take the room meanwhile."""
+    if nbytes > ring.capacity:
+        return TOO_LARGE
+    return FULL if ring.room() < nbytes else None
 
 
 def original_to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: Any) -> Any:
@@ -291,7 +319,7 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
         pitches = _pitches(dst, src)
         if pitches is not None:
             dst_pitch, src_pitch, width = pitches
-            return ring.send(dst.data_ptr(), dst_pitch, src.data_ptr(), src_pitch, width, shape[0]) or dst
+            return _send_rows(ring, dst.data_ptr(), dst_pitch, src.data_ptr(), src_pitch, width, shape[0]) or dst
     if asynchronous_already(src, ring, same_order=same_dtype and dst.stride() == src.stride()):
         return ASYNCHRONOUS_ALREADY
     if same_dtype:
@@ -302,10 +330,8 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | De
         if len(shape) == 2 and dst.stride(1) == 1 and shape[1] <= dst.stride(0) < _MOST_PITCH // dst.itemsize:
             width = shape[1] * dst.itemsize
             if src.is_contiguous():
-                return (
-                    ring.send(dst.data_ptr(), dst.stride(0) * dst.itemsize, src.data_ptr(), width, width, shape[0])
-                    or dst
-                )
+                pitch = dst.stride(0) * dst.itemsize
+                return _send_rows(ring, dst.data_ptr(), pitch, src.data_ptr(), width, width, shape[0]) or dst
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
@@ -347,18 +373,33 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
     if len(tensors) * first.nbytes < _GATHERED_BYTES or not _end_to_end(tensors, dim):
         return _stage(torch.cat(tensors, dim=dim), ring, dtype)
     sizes = [tensor.nbytes for tensor in tensors]
+    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+    result = torch.empty(shape, dtype=first.dtype, device=ring.device)
+    declined = _send_gathered(ring, result.data_ptr(), [tensor.data_ptr() for tensor in tensors], sizes)
+    if declined is not None:
+        return declined
+    return result if dtype is None or dtype == first.dtype else result.to(dtype)
+
+
+def _send_gathered(ring: Ring, target: int, parts: list[int], sizes: list[int]) -> Declined | None:
+    """`sizes[i]` bytes from each of `parts` as they are now, one behind the other, to `target`."""
     nbytes = sum(sizes)
+    if nbytes > ring.capacity // 4:
+        declined = _no_room(ring, nbytes)
+        for part, size in zip(parts, sizes, strict=True):
+            if declined is not None:
+                break
+            declined = _send_dense(ring, target, part, size)
+            target += size
+        return declined
     piece = ring.reserve(nbytes)
     if type(piece) is Declined:
         return piece
     with piece:
-        result = torch.empty(
-            (sum(len(tensor) for tensor in tensors), *first.shape[1:]), dtype=first.dtype, device=ring.device
-        )
-        gather(piece.address, [tensor.data_ptr() for tensor in tensors], sizes)
+        gather(piece.address, parts, sizes)
         piece.submitted = True
-        ring.link.copy(result.data_ptr(), piece.address, nbytes, piece.stream)
-    return result if dtype is None or dtype == first.dtype else result.to(dtype)
+        ring.link.copy(target, piece.address, nbytes, piece.stream)
+    return None
 
 
 def _end_to_end(tensors: Sequence[Any], dim: Any) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from h2d_patch import copies
 from h2d_patch.copies import forced_staging, h2d, native, staging
+from h2d_patch.copies.call import Declined
 
 CPU = torch.device("cpu")
 DTYPES = staging.DTYPES
@@ -286,10 +287,46 @@ def test_full_and_too_small_staging_leave_the_copy_to_the_original(ledger, make_
     assert torch.equal(to(source, "cpu"), source)  # full: the event of the first has not passed
     assert torch.equal(to(torch.arange(1000), "cpu"), torch.arange(1000))
     assert ledger.reasons == ["staging is full", "larger than the staging region"]
-    held.passed.add(held.recorded[0])
+    held.passed.update(held.recorded)
     to(source, "cpu")
-    assert ledger.calls == 4 and ledger.fallbacks == 2 and len(held.recorded) == 2
+    assert ledger.calls == 4 and ledger.fallbacks == 2 and len(held.recorded) == 8  # a quarter of the ring at a time
     assert ring.in_use() == 1024
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        pytest.param(lambda made: (h2d.to_device(made, CPU), made), id="dense"),
+        pytest.param(lambda made: (h2d.copy_h2d(torch.zeros(8, 96), made.view(8, 96)), made.view(8, 96)), id="copy"),
+        pytest.param(lambda made: (h2d.to_device(made.view(8, 96)[:, :80], CPU), made.view(8, 96)[:, :80]), id="gaps"),
+        pytest.param(
+            lambda made: (h2d.copy_h2d(torch.zeros(8, 100)[:, :96], made.view(8, 96)), made.view(8, 96)),
+            id="gaps where it goes",
+        ),
+        pytest.param(
+            lambda made: (
+                h2d.copy_h2d(torch.zeros(8, 100)[:, :90], made.view(8, 96)[:, :90]),
+                made.view(8, 96)[:, :90],
+            ),
+            id="gaps in both",
+        ),
+        pytest.param(lambda made: (h2d.cat_to_device(list(made.view(3, 16, 16)), CPU), made.view(48, 16)), id="cat"),
+    ],
+)
+def test_more_than_a_quarter_of_the_ring_goes_in_pieces_of_at_most_that(make_ring, held, force, monkeypatch, copy):
+    monkeypatch.setattr(h2d, "_GATHERED_BYTES", 0)
+    ring = force(make_ring(4096))
+    sizes = []
+    reserve = ring.reserve
+    monkeypatch.setattr(ring, "reserve", lambda nbytes: sizes.append(nbytes) or reserve(nbytes))
+    made = torch.arange(768, dtype=torch.float32)
+    ours, source = copy(made)
+    expected = source.clone()
+    made.fill_(-1)
+    ring.memory.fill_(0)
+    assert torch.equal(ours, expected)
+    assert len(sizes) >= 3 and max(sizes) <= 1024 and sum(sizes) == source.nbytes
+    assert isinstance(copy(made)[0], Declined) and len(sizes) < 12  # no room for all of it: nothing is started
 
 
 def test_under_graph_capture_nothing_is_touched(ledger, make_ring, held, force):
