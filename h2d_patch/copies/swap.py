@@ -100,10 +100,27 @@ def swap_blocks(
     """
     if not all(_descriptor(tensor) for tensor in (src, dst, sizes)) or not len(src) == len(dst) == len(sizes):
         return _FORM
-    blocks = len(src)
+    host, device = (dst_tensors, src_tensors) if gpu_to_cpu else (src_tensors, dst_tensors)
+    return swap_arrays(
+        src.numpy(),
+        dst.numpy(),
+        sizes.numpy(),
+        gpu_to_cpu,
+        lambda ring: _checked.swappable(host, device, pinned_range if ring.device.type == "cuda" else None),
+    )
+
+
+def swap_arrays(
+    reads: Any, writes: Any, lengths: Any, gpu_to_cpu: bool, touchable: Callable[[Ring], Swappable | str]
+) -> Declined | None:
+    """Copy `lengths[i]` bytes from address `reads[i]` to `writes[i]` on the current stream, or say why not.
+
+    `reads`, `writes`, `lengths`: int64 arrays `[n]`, read before this returns. `touchable` says which addresses a
+    kernel may touch between host and the device of a ring, or why none.
+    """
+    blocks = len(reads)
     if not blocks:
         return DRIVER_PAYS
-    reads, writes, lengths = src.numpy(), dst.numpy(), sizes.numpy()
     if not pays(gpu_to_cpu, int(lengths.max()), blocks):
         return DRIVER_PAYS
     if min(int(reads.min()), int(writes.min()), int(lengths.min()) - 1) < 0:  # 2^63 and above are negative here
@@ -114,16 +131,15 @@ def swap_blocks(
     why_not = _no_kernels(ring)
     if why_not is not None:
         return Declined(f"no swap kernel: {why_not}")
-    host, device = (dst_tensors, src_tensors) if gpu_to_cpu else (src_tensors, dst_tensors)
-    touchable = _checked.swappable(host, device, pinned_range if ring.device.type == "cuda" else None)
-    if not isinstance(touchable, Swappable):
-        return Declined(touchable)
-    if touchable.index != ring.device.index:
+    found = touchable(ring)
+    if not isinstance(found, Swappable):
+        return Declined(found)
+    if found.index != ring.device.index:
         return _DEVICE
     on_host, on_device = (writes, reads) if gpu_to_cpu else (reads, writes)
-    if not touchable.host.hold_all(on_host, lengths):
+    if not found.host.hold_all(on_host, lengths):
         return _OUTSIDE
-    if not touchable.device.span_all(on_device, lengths):  # the original would go wrong there as well
+    if not found.device.span_all(on_device, lengths):  # the original would go wrong there as well
         return _OUTSIDE
     odd = int(np.bitwise_or.reduce(reads | writes | lengths))
     if odd % 8:
@@ -133,7 +149,7 @@ def swap_blocks(
         return piece
     with piece:
         descriptors = torch.empty((3, blocks), dtype=torch.int64, device=ring.device)
-        torch.stack((src, dst, sizes), out=piece.view(torch.int64, (3, blocks), (blocks, 1)))
+        np.stack((reads, writes, lengths), out=piece.view(torch.int64, (3, blocks), (blocks, 1)).numpy())
         piece.submitted = True
         ring.link.copy(descriptors.data_ptr(), piece.address, 3 * 8 * blocks, piece.stream)
     from h2d_patch.copies.swap_kernel import launch
