@@ -184,10 +184,63 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def pinned_range(address: int) -> tuple[int, int] | str:
-    """The pinned range [start, end) around a host address, if the device knows it by the same addresses; else why not.
+class Driver:
+    """What only the driver offers: kernels from PTX. Each call is for the context of the calling thread's device.
 
-    Raises OSError without a driver.
+    Raises OSError, here and below.
+    """
+
+    def __init__(self) -> None:
+        self._library = _driver()
+        number, address = ctypes.c_uint, ctypes.c_void_p
+        self._launch = self._library.cuLaunchKernel
+        self._launch.argtypes = [address, *[number] * 7, address, address, address]
+
+    def load_function(self, ptx: bytes, name: bytes) -> int:
+        """The kernel `name`, compiled for the current device by the driver. Stays loaded."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check("cuModuleLoadData", self._library.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(ptx)))
+        get = self._library.cuModuleGetFunction
+        self._check("cuModuleGetFunction", get(ctypes.byref(function), module, ctypes.c_char_p(name)))
+        assert function.value is not None
+        return function.value
+
+    def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
+        set_attribute = self._library.cuFuncSetAttribute
+        self._check("cuFuncSetAttribute", set_attribute(ctypes.c_void_p(function), attribute, value))
+
+    def device_attribute(self, attribute: int, index: int) -> int:
+        """Of CUDA device `index`, as torch counts them."""
+        device, value = ctypes.c_int(), ctypes.c_int()
+        self._check("cuCtxGetDevice", self._library.cuCtxGetDevice(ctypes.byref(device)))
+        self._check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
+        return value.value
+
+    def launch(
+        self,
+        function: int,
+        programs: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        arguments: ctypes.Array[ctypes.c_void_p],
+    ) -> None:
+        """`arguments`: the address of each of the kernel's; they are read before this returns."""
+        code = self._launch(function, programs, 1, 1, threads, 1, 1, shared, stream, arguments, None)
+        if code:
+            self._check("cuLaunchKernel", code)
+
+    def _check(self, function: str, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            raise OSError(code, f"{function}: {(name.value or b'an unknown error').decode()}")
+
+
+def pinned_range(address: int) -> tuple[int, int, int] | str:
+    """The pinned range around a host address: start, end, and what to add to its addresses for those of the device.
+
+    Says why there is none. Raises OSError without a driver.
     """
     asked = (ctypes.c_int * 4)(_MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
     answers = (ctypes.c_uint64 * 4)()  # the first is 4 bytes long, the rest 8
@@ -199,8 +252,8 @@ def pinned_range(address: int) -> tuple[int, int] | str:
     kind, device_address, start, size = answers
     if kind != _HOST_MEMORY:
         return "host memory is not pinned"
-    if device_address != address:
-        return "the device address of the host memory differs from its host address"
+    if not device_address:
+        return "host memory is not mapped for the device"
     if not start <= address < start + size:
         return "host memory is pinned, but the driver does not say how far"
-    return start, start + size
+    return start, start + size, device_address - address

@@ -1,4 +1,4 @@
-"""Which host addresses a kernel may touch: checked once for a set of tensors, forgotten when one of them dies."""
+"""Which host addresses a kernel may touch: asked once for a set of tensors, forgotten when one of them dies."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-PinnedRange = Callable[[int], "tuple[int, int] | str"]
+Registered = tuple[int, int, int]  # start, end, and what to add to its addresses for those of the device
+PinnedRange = Callable[[int], "Registered | str"]
 
 
 class Ranges:
-    """Address ranges [start, end): sorted, merged where they touch."""
+    """Address ranges [start, end), each with a shift: sorted, merged where they touch and are shifted alike."""
 
-    def __init__(self, pairs: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, ranges: Sequence[Registered] = ()) -> None:
         merged: list[list[int]] = []
-        for start, end in sorted(pairs):
-            if merged and start <= merged[-1][1]:
+        for start, end, shift in sorted(ranges):
+            if merged and start <= merged[-1][1] and shift == merged[-1][2]:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
-                merged.append([start, end])
-        self.pairs: Final = [(start, end) for start, end in merged]
-        self._starts = np.array([start for start, _ in merged], dtype=np.int64)
-        self._ends = np.array([end for _, end in merged], dtype=np.int64)
+                merged.append([start, end, shift])
+        self.merged: Final = [(start, end, shift) for start, end, shift in merged]
+        self._starts, self._ends, self._shifts = np.array(merged, dtype=np.int64).reshape(-1, 3).T
+        self._shifted: Final = bool(self._shifts.any())
 
     def hold(self, starts: Any, lengths: Any) -> Any:
         """For each of `starts` (int64 array): whether `lengths` bytes (array or int) from there lie in one range."""
-        if not self.pairs:
+        if not self.merged:
             return np.zeros(len(starts), dtype=bool)
         at = np.searchsorted(self._starts, starts, side="right") - 1
         # Subtracted, as the sum of an absurd address and a length would overflow.
@@ -36,16 +37,24 @@ class Ranges:
 
     def hold_all(self, starts: Any, lengths: Any) -> bool:
         """`hold(starts, lengths).all()` of arrays not empty, lengths positive; asked at every swap."""
-        if not self.pairs or starts.min() < self._starts[0]:
+        if not self.merged or starts.min() < self._starts[0]:
             return False
-        if len(self.pairs) == 1:
+        if len(self.merged) == 1:
             return bool((self._ends[0] - starts >= lengths).all())
         at = np.searchsorted(self._starts, starts, side="right") - 1
         return bool((self._ends[at] - starts >= lengths).all())
 
     def span_all(self, starts: Any, lengths: Any) -> bool:
         """Whether all lies between the first range and the last; cheaper, and blind to what lies between ranges."""
-        return bool(self.pairs) and bool(starts.min() >= self._starts[0] and (self._ends[-1] - starts >= lengths).all())
+        return bool(self.merged) and bool(
+            starts.min() >= self._starts[0] and (self._ends[-1] - starts >= lengths).all()
+        )
+
+    def shifted(self, starts: Any) -> Any:
+        """Where the device sees `starts` (int64 array), each of which lies in a range."""
+        if not self._shifted:
+            return starts
+        return starts + self._shifts[np.searchsorted(self._starts, starts, side="right") - 1]
 
 
 class Swappable:
@@ -103,11 +112,11 @@ def _look(
         if isinstance(new, str):
             return new
         if new:
-            known = Ranges(known.pairs + new)
+            known = Ranges(known.merged + new)
     return Swappable(known, Ranges([_extent(t) for t in device]), devices.pop().index)
 
 
-def _rows_pinned(tensor: torch.Tensor, known: Ranges, pinned_range: PinnedRange) -> list[tuple[int, int]] | str:
+def _rows_pinned(tensor: torch.Tensor, known: Ranges, pinned_range: PinnedRange) -> list[Registered] | str:
     """The ranges not in `known` that hold the rows of `tensor`, or why a row is not held.
 
     What lies between the rows is not asked for: vLLM may register one worker's slots only (docs/measurements.md).
@@ -115,7 +124,7 @@ def _rows_pinned(tensor: torch.Tensor, known: Ranges, pinned_range: PinnedRange)
     rows, row_bytes = tensor.shape[0], tensor.shape[1] * tensor.element_size()
     starts = tensor.data_ptr() + np.arange(rows, dtype=np.int64) * (tensor.stride(0) * tensor.element_size())
     starts = starts[~known.hold(starts, row_bytes)]
-    new: list[tuple[int, int]] = []
+    new: list[Registered] = []
     row = 0
     while row < len(starts) and row_bytes:
         at = int(starts[row])
@@ -130,9 +139,9 @@ def _rows_pinned(tensor: torch.Tensor, known: Ranges, pinned_range: PinnedRange)
     return new
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _extent(tensor: torch.Tensor) -> Registered:
     start = tensor.data_ptr()
     if not tensor.numel():
-        return start, start
+        return start, start, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size(), 0

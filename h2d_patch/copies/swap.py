@@ -1,78 +1,115 @@
-"""Swaps of many blocks between host and device: by our kernel where it pays and is safe, else by the original."""
+"""Swaps of many blocks between host and device: by a kernel of ours where it pays and is safe, else by the original."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, falling_back
 from h2d_patch.copies.cuda import pinned_range
+from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile
 from h2d_patch.copies.ranges import Checked, Swappable
 from h2d_patch.copies.staging import Ring, current_ring
 
-# Where the kernel beats the driver's batch: (largest block in bytes, fewest blocks). On an H200, where both lines lie
-# elsewhere for each direction (docs/measurements.md).
-CPU_TO_GPU: Final = ((24 << 10, 16), (64 << 10, 1024))
-GPU_TO_CPU: Final = ((32 << 10, 128),)
+if TYPE_CHECKING:
+    from h2d_patch.copies.swap_bulk import Bulk
 
 DRIVER_PAYS: Final = Declined("the driver's batch is as fast for so few or so large blocks", counted=False)
 _FORM: Final = Declined("descriptors are not three dense 1-D int64 CPU tensors of one length")
-_NUMBERS: Final = Declined("a size that is not positive, or an address that is negative")
+_NUMBERS: Final = Declined("a size or an address that is negative")  # 2^63 and above are, as int64
 _OUTSIDE: Final = Declined("an address outside the tensors of the swap")
-_ALIGNMENT: Final = Declined("addresses or sizes are not multiples of 8")
 _DEVICE: Final = Declined("the tensors are not on the current device")
+_NOTHING: Final = Declined("no bytes to copy", counted=False)
+
+_SHARE_BYTES: Final = 1024  # the share of each program is a multiple of it, but for the last
 
 _checked = Checked()
-# Devices the kernels are compiled for, or why not; written at device start-up only, so no request ever compiles.
-_without_kernels: dict[int, str | None] = {}
 
 
-def pays(gpu_to_cpu: bool, largest: int, blocks: int) -> bool:
-    """Whether the kernel beats the driver's batch for `blocks` blocks of up to `largest` bytes."""
-    lines = GPU_TO_CPU if gpu_to_cpu else CPU_TO_GPU
-    return any(largest <= bytes_ and blocks >= fewest for bytes_, fewest in lines)
+class Kernels:
+    """What can copy blocks on a device. Made at device start-up only, so that no request ever compiles."""
+
+    def __init__(self, bulk: Bulk | None, triton: bool, profile: Profile) -> None:
+        self.bulk: Final = bulk
+        self.triton: Final = triton
+        self.profile = profile
+
+    def paths(self) -> list[str]:
+        """From the one with the fewest SMs to the one with the most."""
+        return [DRIVER, *([BULK] if self.bulk is not None else []), *([TRITON] if self.triton else [])]
 
 
-def compile_kernels(index: int) -> str | None:
-    """Compile and load both kernels for CUDA device `index`, once; waits for it. Returns why they cannot be had."""
-    if index not in _without_kernels:
-        try:
-            if _interpreted():
-                raise RuntimeError("TRITON_INTERPRET is set; on device addresses the interpreter would crash")
-            with torch.cuda.device(index):
-                _swap_on_device(16)
-                _swap_on_device(8)
-            _without_kernels[index] = None
-        except Exception as error:
-            _without_kernels[index] = f"{type(error).__name__}: {error}"
-    return _without_kernels[index]
+# By index of a CUDA device; a reason where there are none.
+_kernels: dict[int, Kernels | str] = {}
+
+
+def start_kernels(index: int, profile: Profile) -> list[str]:
+    """Load and compile what there is for CUDA device `index`, once, and try it; waits for it. Says what cannot be had."""
+    reasons = []
+    bulk, triton = None, False
+    if index not in _kernels:
+        with torch.cuda.device(index):
+            try:
+                from h2d_patch.copies.swap_bulk import Bulk
+
+                bulk = Bulk(index)
+                _try(Kernels(bulk, False, profile), Choice(BULK, 2))
+            except Exception as error:
+                bulk = None
+                reasons.append(f"no bulk copies: {_words(error)}")
+            try:
+                if _interpreted():
+                    raise RuntimeError("TRITON_INTERPRET is set; on device addresses the interpreter would crash")
+                from h2d_patch.copies.swap_kernel import WIDTHS
+
+                for width in WIDTHS:
+                    _try(Kernels(None, True, profile), Choice(TRITON, 2), width)
+                triton = True
+            except Exception as error:
+                reasons.append(f"no kernel of Triton's: {_words(error)}")
+        _kernels[index] = Kernels(bulk, triton, profile) if bulk is not None or triton else "; ".join(reasons)
+    return reasons
 
 
 def forget_kernels() -> None:
     """For tests: as before the first device start-up."""
-    _without_kernels.clear()
+    _kernels.clear()
 
 
-def _swap_on_device(width: int) -> None:
-    from h2d_patch.copies.swap_kernel import launch
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
-    blocks = torch.arange(64, dtype=torch.int64, device="cuda").reshape(2, 32)
-    read, write = blocks[0], blocks[1]
-    # Not the last words: what a mask forbids must stay as it is.
-    nbytes = 240 if width == 16 else 248
-    launch(torch.tensor([[read.data_ptr()], [write.data_ptr()], [nbytes]], dtype=torch.int64).cuda(), width)
-    copied = blocks.cpu()
-    if not torch.equal(copied[1, : nbytes // 8], copied[0, : nbytes // 8]) or copied[1, -1] != 63:
+
+def _try(kernels: Kernels, choice: Choice, width: int = 16) -> None:
+    """Raises RuntimeError if blocks whose sizes are odd multiples of `width` are not copied, or anything else is."""
+    words = torch.stack((torch.arange(1024), torch.arange(1024).flip(0))).to(torch.uint8).cuda()
+    read, write = words[0].data_ptr(), words[1].data_ptr()
+    blocks = np.array([[read, read + 512], [write + 512, write], [160 + width, 240 + width]], dtype=np.int64)
+    found = np.concatenate((blocks.ravel(), _cuts(blocks[2], choice.programs).ravel()))
+    expected = words.cpu().numpy()
+    for source, target, nbytes in (blocks - [[read], [write], [0]]).T:
+        expected[1, target : target + nbytes] = expected[0, source : source + nbytes]
+    _launch(kernels, choice, torch.from_numpy(found).cuda(), 2, width, 256, torch.cuda.current_stream().cuda_stream)
+    if not np.array_equal(words.cpu().numpy(), expected):
         raise RuntimeError("the kernel copied wrongly")
 
 
-def _no_kernels(ring: Ring) -> str | None:
-    if ring.device.type == "cpu":
-        return None if _interpreted() else "compiled kernels do not run on the CPU"
-    return _without_kernels.get(ring.device.index, "the device was not started")
+def _launch(
+    kernels: Kernels, choice: Choice, descriptors: torch.Tensor, blocks: int, odd: int, mean: int, stream: int
+) -> None:
+    """`descriptors`: int64, as in swap_bulk.cu, with the cuts behind them."""
+    at = 3 * blocks
+    if choice.path == BULK:
+        assert kernels.bulk is not None
+        address = descriptors.data_ptr()
+        kernels.bulk.launch(address, blocks, address + 8 * at, choice.programs, mean, stream)
+    else:
+        from h2d_patch.copies.swap_kernel import launch, width_of
+
+        launch(descriptors, blocks, descriptors[at:], choice.programs, width_of(odd))
 
 
 def _interpreted() -> bool:
@@ -81,6 +118,13 @@ def _interpreted() -> bool:
     except ImportError:
         return False
     return interpreted()
+
+
+def kernels_for(ring: Ring) -> Kernels | str:
+    """What can copy blocks on the device of `ring`, or why nothing can."""
+    if ring.device.type == "cpu":
+        return _ON_CPU if _interpreted() else "compiled kernels do not run on the CPU"
+    return _kernels.get(ring.device.index, "the device was not started")
 
 
 def swap_blocks(
@@ -111,51 +155,86 @@ def swap_blocks(
 
 
 def swap_arrays(
-    reads: Any, writes: Any, lengths: Any, gpu_to_cpu: bool, touchable: Callable[[Ring], Swappable | str]
+    reads: Any,
+    writes: Any,
+    lengths: Any,
+    gpu_to_cpu: bool,
+    touchable: Callable[[Ring], Swappable | str],
+    choice: Choice | None = None,
 ) -> Declined | None:
     """Copy `lengths[i]` bytes from address `reads[i]` to `writes[i]` on the current stream, or say why not.
 
     `reads`, `writes`, `lengths`: int64 arrays `[n]`, read before this returns. `touchable` says which addresses a
-    kernel may touch between host and the device of a ring, or why none.
+    kernel may touch between host and the device of a ring, or why none. Without `choice`, the profile's.
     """
     blocks = len(reads)
-    if not blocks:
-        return DRIVER_PAYS
-    if not pays(gpu_to_cpu, int(lengths.max()), blocks):
-        return DRIVER_PAYS
-    if min(int(reads.min()), int(writes.min()), int(lengths.min()) - 1) < 0:  # 2^63 and above are negative here
-        return _NUMBERS
+    total = int(lengths.sum())
+    if not total:
+        return _NOTHING
     ring = current_ring()
     if type(ring) is Declined:
         return ring
-    why_not = _no_kernels(ring)
-    if why_not is not None:
-        return Declined(f"no swap kernel: {why_not}")
+    kernels = kernels_for(ring)
+    if type(kernels) is str:
+        return Declined(f"no swap kernel: {kernels}")
+    mean = total / blocks
+    choice = choice or kernels.profile.choose(gpu_to_cpu, mean, blocks)
+    if choice.path == DRIVER:
+        return DRIVER_PAYS
+    if min(int(reads.min()), int(writes.min()), int(lengths.min())) < 0:
+        return _NUMBERS
     found = touchable(ring)
-    if not isinstance(found, Swappable):
+    if type(found) is str:
         return Declined(found)
     if found.index != ring.device.index:
         return _DEVICE
     on_host, on_device = (writes, reads) if gpu_to_cpu else (reads, writes)
-    if not found.host.hold_all(on_host, lengths):
-        return _OUTSIDE
-    if not found.device.span_all(on_device, lengths):  # the original would go wrong there as well
-        return _OUTSIDE
-    odd = int(np.bitwise_or.reduce(reads | writes | lengths))
-    if odd % 8:
-        return _ALIGNMENT
-    piece = ring.reserve(3 * 8 * blocks)
+    if not (found.host.hold_all(on_host, lengths) and found.device.span_all(on_device, lengths)):
+        return _OUTSIDE  # on the device: the original would go wrong there as well
+    if gpu_to_cpu:
+        writes = found.host.shifted(writes)
+    else:
+        reads = found.host.shifted(reads)
+    cuts = _cuts(lengths, choice.programs)
+    piece = ring.reserve(8 * (3 * blocks + cuts.size))
     if type(piece) is Declined:
         return piece
     with piece:
-        descriptors = torch.empty((3, blocks), dtype=torch.int64, device=ring.device)
-        np.stack((reads, writes, lengths), out=piece.view(torch.int64, (3, blocks), (blocks, 1)).numpy())
+        described = piece.view(torch.int64, (3 * blocks + cuts.size,), (1,))
+        numbers = described.numpy()
+        np.concatenate((reads, writes, lengths, cuts.ravel()), out=numbers)
+        odd = int(np.bitwise_or.reduce(numbers[: 3 * blocks])) if choice.path == TRITON else 0
         piece.submitted = True
-        ring.link.copy(descriptors.data_ptr(), piece.address, 3 * 8 * blocks, piece.stream)
-    from h2d_patch.copies.swap_kernel import launch
-
-    launch(descriptors, 8 if odd % 16 else 16)
+        _launch(kernels, choice, described, blocks, odd, round(mean), piece.stream)
     return None
+
+
+def _cuts(lengths: Any, programs: int) -> Any:
+    """Where the shares of `programs` begin, and the last ends: int64 `[programs + 1, 2]`, (block, offset in it).
+
+    `lengths`: int64 array, some of it positive. The bytes are shared out evenly, whatever the sizes.
+    """
+    blocks = len(lengths)
+    largest = int(lengths.max())
+    if int(lengths.min()) == largest:
+        total = blocks * largest
+        at = _share_out(total, programs)
+        block = at // largest
+        offset = at - block * largest
+    else:
+        ends = np.cumsum(lengths)
+        at = _share_out(int(ends[-1]), programs)
+        block = np.searchsorted(ends, at, side="right")
+        inside = np.minimum(block, blocks - 1)
+        offset = at - ends[inside] + lengths[inside]
+        block[-1], offset[-1] = blocks, 0
+        offset[block == blocks] = 0
+    return np.stack((block, offset & ~15), axis=1)  # at a multiple of 16 bytes of its block
+
+
+def _share_out(total: int, programs: int) -> Any:
+    share = -(-total // (programs * _SHARE_BYTES)) * _SHARE_BYTES
+    return np.minimum(np.arange(programs + 1, dtype=np.int64) * share, total)
 
 
 def _descriptor(tensor: Any) -> bool:
@@ -180,6 +259,11 @@ def original_swap_blocks(
 ) -> Any:
     return original(src, dst, sizes, **kwargs)
 
+
+# Under Triton's interpreter a kernel copies whatever there is: on the CPU nothing is measured.
+_ON_CPU: Final = Kernels(
+    None, True, Profile((1,), (1,), {direction: [[Choice(TRITON, 3)]] for direction in (False, True)})
+)
 
 BINDERS: Final[Mapping[str, Binder]] = {"swap_blocks": falling_back(swap_blocks, original_swap_blocks)}
 ORIGINALS: Final[Mapping[str, Callable[..., Any]]] = {"swap_blocks": original_swap_blocks}

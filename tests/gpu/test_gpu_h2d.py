@@ -162,7 +162,7 @@ def test_a_source_on_the_gpu_is_left_alone(ring, ledger):
 def test_start_allocates_exactly_what_was_asked_for_and_only_once(started, ring):
     assert started.reasons == [] and started.kernels
     assert started.ring_bytes == 64 * MIB
-    start, end = pinned_range(ring.memory.data_ptr())
+    start, end, _ = pinned_range(ring.memory.data_ptr())
     assert end - start == 64 * MIB and end == ring.memory.data_ptr() + ring.memory.numel()
     assert ring.memory.data_ptr() - start == 64 * MIB // 8, "the rest is the lane of small copies"
     assert ring.memory.is_pinned()

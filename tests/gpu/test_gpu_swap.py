@@ -197,13 +197,13 @@ def test_sizes_that_no_path_fits_go_to_the_original(gpu, ledger):
 
 def test_the_driver_says_how_far_pinned_memory_reaches(ring):
     pinned = torch.zeros(3 * MIB, dtype=torch.int8, pin_memory=True)
-    start, end = pinned_range(pinned.data_ptr() + MIB)
+    start, end, _ = pinned_range(pinned.data_ptr() + MIB)
     assert start <= pinned.data_ptr() and end >= pinned.data_ptr() + 3 * MIB
     assert pinned_range(torch.zeros(MIB).data_ptr()) == "host memory is not pinned"
     with Registered([(0, 4 * MIB), (4 * MIB, 4 * MIB)]) as host:
         base = host.data_ptr()
-        assert pinned_range(base + 5) == (base, base + 4 * MIB)
-        assert pinned_range(base + 4 * MIB) == (base + 4 * MIB, base + 8 * MIB)
+        assert pinned_range(base + 5) == (base, base + 4 * MIB, 0)
+        assert pinned_range(base + 4 * MIB) == (base + 4 * MIB, base + 8 * MIB, 0)
         assert pinned_range(base + 8 * MIB) == "host memory is not pinned"
     assert pinned_range(torch.zeros(4, device="cuda").data_ptr()) == "host memory is not pinned"
 

@@ -1,0 +1,40 @@
+"""Which way of copying blocks is the best on a device, by direction, bytes of a block and number of blocks."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Final
+
+DRIVER: Final = "driver"  # cuMemcpyBatchAsync, or whatever the original calls
+BULK: Final = "bulk"
+TRITON: Final = "triton"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A path, and for a kernel how many programs, each on an SM of its own."""
+
+    path: str
+    programs: int = 0
+
+
+class Profile:
+    """A choice for each of `sizes` (bytes of a block) and `counts` (blocks), both rising, for each direction.
+
+    `cells[gpu_to_cpu][size][count]`: a choice.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], counts: Sequence[int], cells: Mapping[bool, Sequence[Sequence[Choice]]]
+    ) -> None:
+        # In between, what is nearer by ratio.
+        self._sizes: Final = [sqrt(a * b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self._counts: Final = [sqrt(a * b) for a, b in zip(counts, counts[1:], strict=False)]
+        self._cells: Final = cells
+
+    def choose(self, gpu_to_cpu: bool, nbytes: float, blocks: int) -> Choice:
+        """For `blocks` blocks of `nbytes` on average."""
+        return self._cells[gpu_to_cpu][bisect(self._sizes, nbytes)][bisect(self._counts, blocks)]
