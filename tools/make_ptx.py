@@ -4,8 +4,8 @@
     python tools/make_ptx.py --check   exit status 1 if what is there is not what the source and this compiler give
 
 Its first line names the compiler and the source, by its hash: a test without nvcc sees what is out of date.
-The PTX is for Hopper and everything later, and says the oldest version of PTX that has all it uses, so that the driver of
-an older CUDA 12 takes it too; ptxas is asked whether that is so.
+The PTX is for Hopper and everything later, and says the oldest version of PTX that has all it uses, so that the driver
+of an older CUDA 12 takes it too; ptxas is asked whether that is so.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from typing import Final
 
@@ -31,10 +32,18 @@ class Profile:
         self, sizes: Sequence[int], counts: Sequence[int], cells: Mapping[bool, Sequence[Sequence[Choice]]]
     ) -> None:
         # In between, what is nearer by ratio.
-        self._sizes: Final = [sqrt(a * b) for a, b in zip(sizes, sizes[1:], strict=False)]
-        self._counts: Final = [sqrt(a * b) for a, b in zip(counts, counts[1:], strict=False)]
+        self._sizes: Final = [sqrt(a * b) for a, b in pairwise(sizes)]
+        self._counts: Final = [sqrt(a * b) for a, b in pairwise(counts)]
         self._cells: Final = cells
 
     def choose(self, gpu_to_cpu: bool, nbytes: float, blocks: int) -> Choice:
         """For `blocks` blocks of `nbytes` on average."""
         return self._cells[gpu_to_cpu][bisect(self._sizes, nbytes)][bisect(self._counts, blocks)]
+
+
+def default(paths: Sequence[str]) -> Profile:
+    """Where nothing is known of a device: what holds with a margin on those that were measured."""
+    driver = Choice(DRIVER)
+    kernel = Choice(BULK, 8) if BULK in paths else Choice(TRITON, 16) if TRITON in paths else driver
+    rows = [[driver, kernel, kernel]] * 2 + [[driver] * 3] * 2
+    return Profile((512, 8 << 10, 64 << 10, 1 << 20), (1, 64, 4096), {False: rows, True: rows})

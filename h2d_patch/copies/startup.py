@@ -62,14 +62,11 @@ def start(device: Any, pinned_bytes: int) -> StartReport:
             except Exception as error:
                 reasons.append(f"no staging region: {_words(error)}")
             try:
-                from h2d_patch.copies.swap import compile_kernels
-
-                why_not = compile_kernels(index)
+                kernels = _start_kernels(index, reasons)
             except Exception as error:
-                why_not = _words(error)
-            if why_not is not None:
-                reasons.append(f"no swap kernel: {why_not}")
-            _reports[name] = StartReport(name, ring_bytes, why_not is None, reasons, time.perf_counter() - began)
+                kernels = False
+                reasons.append(f"no swap kernel: {_words(error)}")
+            _reports[name] = StartReport(name, ring_bytes, kernels, reasons, time.perf_counter() - began)
         return _reports[name]
 
 
@@ -162,6 +159,14 @@ def _first_copies(ring: Any) -> None:
         ring.link.copy(arrived[1].data_ptr(), piece.address, sent.nbytes, piece.stream)
     if not torch.equal(arrived.cpu(), torch.stack((sent, sent))):
         raise OSError("the first copies out of the staging region arrived changed")
+
+
+def _start_kernels(index: int, reasons: list[str]) -> bool:
+    """Whether blocks can be copied by something else than the driver's batch."""
+    from h2d_patch.copies import swap
+
+    reasons += swap.start_kernels(index)
+    return isinstance(swap.kernels_on(index), swap.Kernels)
 
 
 def _close_rings() -> None:

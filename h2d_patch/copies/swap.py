@@ -10,7 +10,7 @@ import torch
 
 from h2d_patch.copies.call import Binder, Declined, falling_back
 from h2d_patch.copies.cuda import pinned_range
-from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile
+from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile, default
 from h2d_patch.copies.ranges import Checked, Swappable
 from h2d_patch.copies.staging import Ring, current_ring
 
@@ -32,46 +32,49 @@ _checked = Checked()
 class Kernels:
     """What can copy blocks on a device. Made at device start-up only, so that no request ever compiles."""
 
-    def __init__(self, bulk: Bulk | None, triton: bool, profile: Profile) -> None:
+    def __init__(self, bulk: Bulk | None, triton: bool, profile: Profile | None = None) -> None:
         self.bulk: Final = bulk
-        self.triton: Final = triton
-        self.profile = profile
-
-    def paths(self) -> list[str]:
-        """From the one with the fewest SMs to the one with the most."""
-        return [DRIVER, *([BULK] if self.bulk is not None else []), *([TRITON] if self.triton else [])]
+        self.paths: Final = [DRIVER, *([BULK] if bulk is not None else []), *([TRITON] if triton else [])]
+        self.profile = profile or default(self.paths)
 
 
 # By index of a CUDA device; a reason where there are none.
 _kernels: dict[int, Kernels | str] = {}
 
 
-def start_kernels(index: int, profile: Profile) -> list[str]:
-    """Load and compile what there is for CUDA device `index`, once, and try it; waits for it. Says what cannot be had."""
-    reasons = []
+def start_kernels(index: int) -> list[str]:
+    """Load and compile what there is for CUDA device `index`, once, and try it; waits for it. Says what is missing."""
+    reasons: list[str] = []
+    if index in _kernels:
+        return reasons
     bulk, triton = None, False
-    if index not in _kernels:
-        with torch.cuda.device(index):
-            try:
-                from h2d_patch.copies.swap_bulk import Bulk
+    with torch.cuda.device(index):
+        try:
+            from h2d_patch.copies import swap_bulk
 
-                bulk = Bulk(index)
-                _try(Kernels(bulk, False, profile), Choice(BULK, 2))
-            except Exception as error:
-                bulk = None
-                reasons.append(f"no bulk copies: {_words(error)}")
-            try:
-                if _interpreted():
-                    raise RuntimeError("TRITON_INTERPRET is set; on device addresses the interpreter would crash")
-                from h2d_patch.copies.swap_kernel import WIDTHS
+            if swap_bulk.supported(index):
+                loaded = swap_bulk.Bulk(index)
+                _try(Kernels(loaded, False), Choice(BULK, 2))
+                bulk = loaded
+        except Exception as error:
+            reasons.append(f"no bulk copies: {_words(error)}")
+        try:
+            if _interpreted():
+                raise RuntimeError("TRITON_INTERPRET is set; on device addresses the interpreter would crash")
+            from h2d_patch.copies.swap_kernel import WIDTHS
 
-                for width in WIDTHS:
-                    _try(Kernels(None, True, profile), Choice(TRITON, 2), width)
-                triton = True
-            except Exception as error:
-                reasons.append(f"no kernel of Triton's: {_words(error)}")
-        _kernels[index] = Kernels(bulk, triton, profile) if bulk is not None or triton else "; ".join(reasons)
+            for width in WIDTHS:
+                _try(Kernels(None, True), Choice(TRITON, 2), width)
+            triton = True
+        except Exception as error:
+            reasons.append(f"no kernel of Triton's: {_words(error)}")
+    _kernels[index] = Kernels(bulk, triton) if bulk is not None or triton else "; ".join(reasons)
     return reasons
+
+
+def kernels_on(index: int) -> Kernels | str:
+    """What can copy blocks on CUDA device `index`, or why nothing can."""
+    return _kernels.get(index, "the device was not started")
 
 
 def forget_kernels() -> None:
@@ -124,7 +127,7 @@ def kernels_for(ring: Ring) -> Kernels | str:
     """What can copy blocks on the device of `ring`, or why nothing can."""
     if ring.device.type == "cpu":
         return _ON_CPU if _interpreted() else "compiled kernels do not run on the CPU"
-    return _kernels.get(ring.device.index, "the device was not started")
+    return kernels_on(ring.device.index)
 
 
 def swap_blocks(
@@ -175,7 +178,7 @@ def swap_arrays(
     if type(ring) is Declined:
         return ring
     kernels = kernels_for(ring)
-    if type(kernels) is str:
+    if isinstance(kernels, str):
         return Declined(f"no swap kernel: {kernels}")
     mean = total / blocks
     choice = choice or kernels.profile.choose(gpu_to_cpu, mean, blocks)
@@ -184,7 +187,7 @@ def swap_arrays(
     if min(int(reads.min()), int(writes.min()), int(lengths.min())) < 0:
         return _NUMBERS
     found = touchable(ring)
-    if type(found) is str:
+    if isinstance(found, str):
         return Declined(found)
     if found.index != ring.device.index:
         return _DEVICE

@@ -22,16 +22,15 @@ _SHARED_BYTES: Final = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPT
 _DYNAMIC_SHARED_BYTES: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+def supported(index: int) -> bool:
+    """Whether CUDA device `index` has bulk asynchronous copies."""
+    return torch.cuda.get_device_capability(index) >= _LEAST_CAPABILITY
+
+
 class Bulk:
-    """The kernel on CUDA device `index`. Raises OSError or RuntimeError where it cannot be had."""
+    """The kernel on CUDA device `index`. Raises OSError where it cannot be had."""
 
     def __init__(self, index: int) -> None:
-        capability = torch.cuda.get_device_capability(index)
-        if capability < _LEAST_CAPABILITY:
-            raise RuntimeError(
-                f"bulk copies need compute capability 9.0, this device has {capability[0]}.{capability[1]}"
-            )
-        self._index: Final = index
         self._driver: Final = Driver()
         with torch.cuda.device(index):
             torch.cuda.init()

@@ -5,9 +5,9 @@ kernel that reads or writes host memory by itself does not (docs/swap.md; same i
 device has bulk asynchronous copies, `swap_bulk.cu` does the same with fewer SMs.
 
 Layout: `descriptors` is int64 `[3, blocks]`: addresses to read, addresses to write, bytes. `cuts` is int64
-`[programs + 1, 2]`: (block, offset in it) where the share of each program begins and that of the last one ends. Both lie
-on the device or in pinned memory. Addresses, sizes and offsets are multiples of `WIDTH`: 16 lets a thread move 16 bytes
-at once.
+`[programs + 1, 2]`: (block, offset in it) where the share of each program begins and that of the last one ends. Both
+lie on the device or in pinned memory. Addresses, sizes and offsets are multiples of `WIDTH`: 16 lets a thread move 16
+bytes at once.
 
 Runs on CPU memory under TRITON_INTERPRET=1.
 """
