@@ -24,7 +24,7 @@ _DYNAMIC_SHARED_BYTES: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BY
 
 def supported(index: int) -> bool:
     """Whether CUDA device `index` has bulk asynchronous copies."""
-    return torch.cuda.get_device_capability(index) >= _LEAST_CAPABILITY
+    return bool(torch.cuda.get_device_capability(index) >= _LEAST_CAPABILITY)
 
 
 class Bulk:
