@@ -13,14 +13,16 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
+#include <time.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
 enum { HOST_TO_DEVICE = 1, HOST_MEMORY = 1, RELAXED_CAPTURE = 2 }; /* the runtime's numbers */
-enum { MOST_THREADS = 64, SPINS = 20000, ALONE = 256, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
+enum { MOST_THREADS = 64, SPINS = 1000, ALONE = 256, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
 enum { NOT_HERE = -1, CAPTURING = -2 };
 static const size_t SMALLEST_CHUNK = 64 << 10;
+static const long LATE_NS = 200 * 1000;
 static const size_t IN_CACHE = 32 << 10;  /* below, what is used again and again stays in the caches */
 static const size_t PAST_CACHES = 4 << 10; /* shorter runs are not worth going past them */
 
@@ -149,13 +151,21 @@ static void *help(void *argument)
     return NULL;
 }
 
-static void wait_for_helpers(void)
+static long now_ns(void)
 {
-    unsigned spins = 0;
-    for (; atomic_load(&active); spins++)
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+/* `own_ns`: how long this thread's own chunks took, of which there are some four for each that a helper has left. */
+static void wait_for_helpers(long own_ns)
+{
+    long began = now_ns();
+    for (unsigned spins = 0; atomic_load(&active); spins++)
         if (spins > SPINS)
             sched_yield();
-    if (spins > SPINS)
+    if (now_ns() - began > own_ns + LATE_NS)
         alone = ALONE; /* one was interrupted in the middle of a chunk: CPUs are short */
 }
 
@@ -202,11 +212,13 @@ static void copy_job(struct job job, int helpers)
     generation++;
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
+    long began = now_ns();
     copy_chunks(&job);
+    long own_ns = now_ns() - began;
     pthread_mutex_lock(&lock);
     wanted = 0; /* whoever wakes late stays out */
     pthread_mutex_unlock(&lock);
-    wait_for_helpers();
+    wait_for_helpers(own_ns);
     pthread_mutex_unlock(&in_use);
 }
 
