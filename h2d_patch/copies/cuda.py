@@ -195,25 +195,26 @@ class Driver:
         number, address = ctypes.c_uint, ctypes.c_void_p
         self._launch = self._library.cuLaunchKernel
         self._launch.argtypes = [address, *[number] * 7, address, address, address]
+        self.launch_address: Final[int] = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
 
     def load_function(self, ptx: bytes, name: bytes) -> int:
         """The kernel `name`, compiled for the current device by the driver. Stays loaded."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuModuleLoadData", self._library.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(ptx)))
+        self.check("cuModuleLoadData", self._library.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(ptx)))
         get = self._library.cuModuleGetFunction
-        self._check("cuModuleGetFunction", get(ctypes.byref(function), module, ctypes.c_char_p(name)))
+        self.check("cuModuleGetFunction", get(ctypes.byref(function), module, ctypes.c_char_p(name)))
         assert function.value is not None
         return function.value
 
     def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
         set_attribute = self._library.cuFuncSetAttribute
-        self._check("cuFuncSetAttribute", set_attribute(ctypes.c_void_p(function), attribute, value))
+        self.check("cuFuncSetAttribute", set_attribute(ctypes.c_void_p(function), attribute, value))
 
     def device_attribute(self, attribute: int, index: int) -> int:
         """Of CUDA device `index`, as torch counts them."""
         device, value = ctypes.c_int(), ctypes.c_int()
-        self._check("cuCtxGetDevice", self._library.cuCtxGetDevice(ctypes.byref(device)))
-        self._check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
+        self.check("cuCtxGetDevice", self._library.cuCtxGetDevice(ctypes.byref(device)))
+        self.check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
         return value.value
 
     def launch(
@@ -228,9 +229,10 @@ class Driver:
         """`arguments`: the address of each of the kernel's; they are read before this returns."""
         code = self._launch(function, programs, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         if code:
-            self._check("cuLaunchKernel", code)
+            self.check("cuLaunchKernel", code)
 
-    def _check(self, function: str, code: int) -> None:
+    def check(self, function: str, code: int) -> None:
+        """Raise OSError unless `code`, which `function` returned, is 0."""
         if code:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(name))

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from h2d_patch import copies
-from h2d_patch.copies import forced_staging, swap, swap_kernel
+from h2d_patch.copies import forced_staging, native, swap, swap_kernel
 from h2d_patch.copies.profile import DRIVER, TRITON, Choice, Profile
 from h2d_patch.copies.ranges import Ranges, Swappable
 
@@ -26,6 +26,12 @@ def interpreter(monkeypatch):
     from triton.runtime.interpreter import InterpretedFunction
 
     monkeypatch.setattr(swap_kernel, "copy_blocks", InterpretedFunction(swap_kernel._copy_blocks))
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def describes(request, library, monkeypatch):
+    """By what the descriptors are made."""
+    monkeypatch.setattr(native, "loaded", library if request.param == "compiled" else None)
 
 
 @pytest.fixture
@@ -106,7 +112,7 @@ def test_one_odd_number_decides_the_width(ledger, monkeypatch, column, by):
 
 
 @pytest.mark.parametrize("gpu_to_cpu", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mix_of_sizes_alignments_and_neighbours_is_copied_byte_for_byte(gpu_to_cpu, data):
     unit = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
@@ -133,7 +139,7 @@ def test_any_mix_of_sizes_alignments_and_neighbours_is_copied_byte_for_byte(gpu_
     assert torch.equal(target, expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=50).filter(any), st.integers(1, 20))
 def test_shares_are_even_by_bytes_and_leave_nothing_out(lengths, programs):
     lengths = np.array(lengths, dtype=np.int64)
@@ -153,6 +159,53 @@ def test_equal_sizes_are_shared_out_like_any_others():
             lengths = np.full(blocks, size, dtype=np.int64)
             differ = np.append(lengths, 0)
             assert np.array_equal(swap._cuts(lengths, 8)[:-1], swap._cuts(differ, 8)[:-1]) or size < 1024
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_what_is_compiled_describes_and_refuses_as_numpy_does(library, data):
+    ranges, at = [], 1000
+    for _ in range(data.draw(st.integers(1, 4))):
+        at += data.draw(st.sampled_from([0, 1, 500]))
+        end = at + data.draw(st.integers(1, 3000))
+        ranges.append((at, end, data.draw(st.sampled_from([0, 0, 1 << 40, -(1 << 30)]))))
+        at = end
+    may = Swappable(Ranges(ranges), Ranges([(1 << 30, (1 << 30) + 5000, 0)]), None)
+    absurd = st.sampled_from([-1, -(2**63), 2**63 - 1, 0])
+    blocks = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(900, at + 10) | absurd, st.integers(1 << 30, (1 << 30) + 4000) | absurd,
+                st.integers(0, 300) | absurd,
+            ),
+            min_size=1, max_size=20,
+        )
+        | st.lists(
+            st.sampled_from(ranges).flatmap(
+                lambda r: st.tuples(st.integers(r[0], r[1]), st.integers(1 << 30, (1 << 30) + 4000)).map(
+                    lambda pair: (*pair, min(r[1] - pair[0], 77))
+                )
+            ),
+            min_size=1, max_size=20,
+        )
+    )  # fmt: skip
+    columns = np.array(blocks, dtype=np.int64).T.copy()
+    gpu_to_cpu = data.draw(st.booleans())
+    if gpu_to_cpu:
+        columns[[0, 1]] = columns[[1, 0]]
+    total, programs = library.total(columns[2].ctypes.data, len(blocks)), data.draw(st.integers(1, 9))
+    assert total == int(columns[2].sum())
+    if total <= 0:
+        return
+    rows = tuple(row.ctypes.data for row in columns)
+    numbers = 3 * len(blocks) + 2 * (programs + 1)
+    theirs, ours = np.zeros(numbers, dtype=np.int64), np.zeros(numbers + 1, dtype=np.int64)
+    declined = swap._describe(rows, len(blocks), gpu_to_cpu, may, programs, theirs.ctypes.data)
+    code = library.swap(*rows, len(blocks), total, gpu_to_cpu, may.address, programs, ours.ctypes.data, None, None)
+    assert code == {None: 0, swap._NUMBERS: native.NEGATIVE, swap._OUTSIDE: native.OUTSIDE}[declined]
+    if code == 0:
+        copied = np.concatenate((np.tile(columns[2] > 0, 3), np.ones(2 * (programs + 1), dtype=bool)))
+        assert np.array_equal(ours[:-1][copied], theirs[copied]) and ours[-1] == 0
 
 
 @pytest.mark.parametrize("gpu_to_cpu", [False, True])

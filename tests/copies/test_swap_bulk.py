@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
 import sys
@@ -37,24 +36,14 @@ def test_where_nvcc_is_the_script_makes_the_ptx_again():
         assert subprocess.run(command, check=False).returncode == 0
 
 
-class PretendedDriver:
-    def __init__(self):
-        self.launched = []
-
-    def launch(self, function, programs, threads, shared, stream, arguments):
-        read = [ctypes.c_uint64.from_address(at).value for at in arguments]
-        self.launched.append((function, programs, threads, shared, stream, *read))
-
-
 @pytest.mark.parametrize(
-    "mean, stage, stages",
+    "mean, stage, number",
     [
-        (1, 1024, 128), (1024, 1024, 128), (1025, 2048, 111), (4096, 4096, 55), (4097, 8192, 27), (1 << 20, 8192, 27)
+        (1, 1024, 128), (1024, 1024, 128), (1024.5, 2048, 111), (4096, 4096, 55), (4097, 8192, 27), (1 << 20, 8192, 27)
     ],
 )  # fmt: skip
-def test_stages_fill_the_shared_memory_of_an_sm(mean, stage, stages):
-    bulk = object.__new__(swap_bulk.Bulk)
-    bulk._driver, bulk._function, bulk._shared = PretendedDriver(), 7, 227 * 1024 - swap_bulk._KEPT_BYTES
-    bulk.launch(descriptors=1000, blocks=5, cuts=2000, programs=8, mean=mean, stream=3)
-    assert bulk._driver.launched == [(7, 8, 32, stage * stages + 16, 3, 1000, 5, 2000, stage, stages)]
-    assert stage * stages + 16 <= bulk._shared
+def test_stages_fill_the_shared_memory_of_an_sm(mean, stage, number):
+    shared = 227 * 1024 - swap_bulk._KEPT_BYTES
+    assert swap_bulk.stages(mean, shared) == (stage, number)
+    assert stage * number + swap_bulk._BEHIND_THE_LAST <= shared
+    assert swap_bulk.stages(mean, 99 * 1024)[1] >= 12  # a small Blackwell
