@@ -15,7 +15,7 @@ import pytest
 from h2d_patch.cli import main
 from h2d_patch.manifest import load
 from h2d_patch.patching.rewrite import ModuleSource
-from h2d_patch.process import STARTUP_CLASS, STARTUP_METHOD, STARTUP_MODULE
+from h2d_patch.process import STARTUP_CLASS, STARTUP_METHOD, STARTUP_MODULES
 from h2d_patch.report.check import Site, check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,11 +73,11 @@ def test_each_target_has_the_verdict_that_the_release_s_source_implies(release: 
 
 
 def test_the_device_start_up_is_hooked_at_a_method_that_every_release_has() -> None:
-    module = STARTUP_MODULE.replace(".", "/") + ".py"
     for release in RELEASES:
-        path = fetch(release) / module
-        source = ModuleSource(path.read_bytes(), str(path))
-        assert len(source.named(f"{STARTUP_CLASS}.{STARTUP_METHOD}")) == 1, release
+        paths = [fetch(release) / (module.replace(".", "/") + ".py") for module in STARTUP_MODULES]
+        sources = [ModuleSource(path.read_bytes(), str(path)) for path in paths if path.exists()]
+        found = [source.named(f"{STARTUP_CLASS}.{STARTUP_METHOD}") for source in sources]
+        assert sum(map(len, found)) == 1, release
 
 
 COPY = """            self.mrope_positions.gpu[:, :total_num_scheduled_tokens].copy_(
