@@ -18,8 +18,8 @@ _NO_TIMING: Final = 2  # cudaEventDisableTiming
 _NOT_READY: Final = 600  # cudaErrorNotReady
 
 # CUpointer_attribute
-_MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 3, 11, 12
-_HOST_MEMORY: Final = 1  # CU_MEMORYTYPE_HOST
+_MEMORY_TYPE, _DEVICE_POINTER, _DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE = 2, 3, 9, 11, 12
+_HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
 class Runtime:
@@ -244,13 +244,9 @@ def pinned_range(address: int) -> tuple[int, int, int] | str:
 
     Says why there is none. Raises OSError without a driver.
     """
-    asked = (ctypes.c_int * 4)(_MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
-    answers = (ctypes.c_uint64 * 4)()  # the first is 4 bytes long, the rest 8
-    at = ctypes.addressof(answers)
-    places = (ctypes.c_void_p * 4)(at, at + 8, at + 16, at + 24)
-    code = _driver().cuPointerGetAttributes(ctypes.c_uint(4), asked, places, ctypes.c_uint64(address))
-    if code:
-        return f"host memory is unknown to the driver (cuPointerGetAttributes: {code})"
+    answers = _pointer_attributes(address, _MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
+    if isinstance(answers, int):
+        return f"host memory is unknown to the driver (cuPointerGetAttributes: {answers})"
     kind, device_address, start, size = answers
     if kind != _HOST_MEMORY:
         return "host memory is not pinned"
@@ -259,3 +255,29 @@ def pinned_range(address: int) -> tuple[int, int, int] | str:
     if not start <= address < start + size:
         return "host memory is pinned, but the driver does not say how far"
     return start, start + size, device_address - address
+
+
+def device_range(address: int) -> tuple[int, int, int] | str:
+    """The allocation [start, end) around an address in device memory, and the index of its device.
+
+    Says why there is none. Raises OSError without a driver.
+    """
+    answers = _pointer_attributes(address, _MEMORY_TYPE, _DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE)
+    if isinstance(answers, int):
+        return f"device memory is unknown to the driver (cuPointerGetAttributes: {answers})"
+    kind, index, start, size = answers
+    if kind != _DEVICE_MEMORY:
+        return "not an address in device memory"
+    if not start <= address < start + size:
+        return "device memory of which the driver does not say how far it reaches"
+    return start, start + size, index
+
+
+def _pointer_attributes(address: int, *attributes: int) -> tuple[int, ...] | int:
+    """Four attributes of an address, or the driver's error code."""
+    asked = (ctypes.c_int * 4)(*attributes)
+    answers = (ctypes.c_uint64 * 4)()  # some are 4 bytes long, the rest 8
+    at = ctypes.addressof(answers)
+    places = (ctypes.c_void_p * 4)(at, at + 8, at + 16, at + 24)
+    code: int = _driver().cuPointerGetAttributes(ctypes.c_uint(4), asked, places, ctypes.c_uint64(address))
+    return code or tuple(answers)
