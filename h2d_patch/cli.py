@@ -139,7 +139,8 @@ def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifes
         if not torch.cuda.is_available():
             raise ConfigurationError("selftest --device cuda: torch finds no GPU here; expected one, or --device cpu")
         device = torch.device("cuda", torch.cuda.current_device())
-        notes += copies.start(device, settings.pinned_bytes).reasons
+        places = copies.Places(settings.profile, settings.profile_dir)
+        notes += copies.start(device, settings.pinned_bytes, places).reasons
     rows: list[dict[str, Any]] = []
     for fix, target in manifest.targets():
         result, took, why = "passed", None, ""
