@@ -236,11 +236,13 @@ def in_turn(
     round that did not end does not count.
     """
     rounds: list[dict[str, float]] = []
+    forth = list(arms.items())
     for number in range(most + 1):
         if number > least and clock() >= until:
             break
         times: dict[str, float] = {}
-        for name, copy in arms.items():
+        # Back and forth, so that no arm always comes behind the same one.
+        for name, copy in forth[::-1] if number % 2 else forth:
             if clock() >= deadline:
                 return _by_arm(arms, rounds)
             times[name] = ground.seconds(partial(copy, batch))
@@ -302,6 +304,7 @@ def calibrate(
     seconds: float,
     quick: bool = False,
     grid: tuple[Sequence[int], Sequence[int]] | None = None,
+    programs: Mapping[str, Sequence[int]] | None = None,
     progress: Callable[[int, int], object] = lambda done, of: None,
     clock: Clock = time.perf_counter,
 ) -> Calibration:
@@ -313,7 +316,7 @@ def calibrate(
     if quick and BULK in paths:
         paths = [path for path in paths if path != TRITON]
     sizes, counts = grid or ((QUICK_SIZES, QUICK_COUNTS) if quick else (SIZES, COUNTS))
-    chosen = choices(paths, QUICK_PROGRAMS if quick else PROGRAMS)
+    chosen = choices(paths, programs or (QUICK_PROGRAMS if quick else PROGRAMS))
     arms = arms_of(ground, chosen)
     most_bytes = min(ground.nbytes, QUICK_CELL_BYTES) if quick else ground.nbytes
     cells = [

@@ -52,7 +52,7 @@ class Cell:
     gpu_to_cpu: bool
     nbytes: int
     blocks: int
-    gbps: Mapping[Choice, float]
+    gbps: dict[Choice, float]
 
     def best(self) -> Choice:
         """The fewest SMs within `WITHIN` of the best; the driver's batch takes none."""
