@@ -139,7 +139,8 @@ def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifes
         if not torch.cuda.is_available():
             raise ConfigurationError("selftest --device cuda: torch finds no GPU here; expected one, or --device cpu")
         device = torch.device("cuda", torch.cuda.current_device())
-        notes += copies.start(device, settings.pinned_bytes).reasons
+        places = copies.Places(settings.profile, settings.profile_dir)
+        notes += copies.start(device, settings.pinned_bytes, places).reasons
     rows: list[dict[str, Any]] = []
     for fix, target in manifest.targets():
         result, took, why = "passed", None, ""
@@ -224,6 +225,90 @@ def _measure_copies(options: argparse.Namespace, settings: Settings) -> dict[str
     return None
 
 
+def _calibrate(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    device = _device_with_kernels("calibrate", options)
+    from . import copies
+    from .bench import calibrate
+
+    places = copies.Places(settings.profile, settings.profile_dir)
+    try:
+        with _said("calibrate"), _terminated_like_interrupted():
+            return calibrate.run(device, settings.pinned_bytes, places, options.out, options.json, options.quick)
+    except KeyboardInterrupt:
+        print("h2d-patch: calibrate: interrupted; nothing was stored", file=sys.stderr)
+    except _CannotRun:
+        pass
+    return 1
+
+
+def _bench_swap(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    from .bench import plot, swap_results
+
+    if options.plot:
+        plot.require_matplotlib()
+    if options.source:
+        measuring = {"--json": options.json, "--quick": options.quick, "--seconds": options.seconds}
+        given = [name for name, value in {**measuring, "--device": options.device}.items() if value]
+        if given:
+            raise ConfigurationError(f"bench swap: both --from and {given[0]}; expected {given[0]} only to measure")
+        result = swap_results.load(options.source)
+        print(*swap_results.lines(result), sep="\n")
+    else:
+        device = _device_with_kernels("bench swap", options)
+        from . import copies
+        from .bench import swap
+
+        places = copies.Places(settings.profile, settings.profile_dir)
+        try:
+            with _said("bench swap"), _terminated_like_interrupted():
+                result = swap.run(device, settings.pinned_bytes, places, options.json, options.quick, options.seconds)
+        except _CannotRun:
+            return 1
+    if options.plot and result["rows"]:
+        plot.draw_swap(result, options.plot)
+    problems = swap_results.problems(result)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _device_with_kernels(command: str, options: argparse.Namespace) -> Any:
+    """The torch device. Raises ConfigurationError where there is none."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(f"{command}: {error}; expected torch, which comes with vLLM") from None
+    from .bench.device import open_device
+
+    try:
+        return open_device(options.device or "cuda:0").device
+    except ValueError as error:
+        raise ConfigurationError(f"{command} --device {error}") from None
+
+
+class _CannotRun(Exception):
+    """It was said why."""
+
+
+@contextmanager
+def _said(command: str) -> Iterator[None]:
+    """What keeps block copies from being measured, in a line. Raises ConfigurationError and _CannotRun."""
+    from .bench.copies import CannotWrite, NoRing
+    from .copies.calibrate import CannotMeasure
+
+    try:
+        yield
+    except CannotWrite as error:
+        raise ConfigurationError(f"{command}: {error}; expected a file to write") from None
+    except NoRing as error:
+        words = f"no staging region: {error}"
+    except CannotMeasure as error:
+        words = str(error)
+    else:
+        return
+    print(f"h2d-patch: {command}: {_one_line(words)}", file=sys.stderr)
+    raise _CannotRun
+
+
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
@@ -246,6 +331,12 @@ def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 10_000:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number from 1 to 10000")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected whole seconds from 1 to 3600")
+    return float(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,6 +362,19 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
     added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
+    text = "measure how blocks are best copied between CPU and GPU here, and store that for kv-swap"
+    added = commands.add_parser(
+        "calibrate",
+        help=text,
+        description="Measure how blocks are best copied between CPU and GPU, by direction, size and number, and store "
+        "the device profile that kv-swap chooses by. Takes a minute on a GPU that nothing else uses. Stored where "
+        "H2D_PATCH_PROFILE says, else in ~/.cache/h2d-patch/profiles.",
+    )
+    added.set_defaults(run=_calibrate)
+    added.add_argument("--out", type=_file, metavar="FILE", help="store the profile there")
+    added.add_argument("--json", type=_file, metavar="FILE", help="write every repetition")
+    added.add_argument("--quick", action="store_true", help="in 2 s, as a server without a profile does at its start")
+    added.add_argument("--device", help="(default: cuda:0)")
     text = "what copies cost on this machine: the original, upstream's fix and ours, in turn"
     benches = commands.add_parser("bench", help=text, description=text).add_subparsers(required=True, metavar="WHAT")
     added = benches.add_parser(
@@ -297,6 +401,21 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="copy on a stream of its own, as a vLLM worker with NCCL does, not on the default stream",
     )
+    added = benches.add_parser(
+        "swap",
+        help="GB/s of scattered blocks between CPU and GPU, by direction, size, number and path",
+        description="GB/s of scattered blocks between CPU and GPU: the driver's batch, upstream's kernel settings, "
+        "ours by each path, and what the device profile chooses, in turn; host time of a call; what swaps cost "
+        "multiplications that run beside them. Takes three minutes on a GPU that nothing else uses, a quarter of it "
+        "to calibrate where no profile is stored or shipped.",
+    )
+    added.set_defaults(run=_bench_swap)
+    added.add_argument("--json", type=_file, metavar="FILE", help="write every repetition; also if interrupted")
+    added.add_argument("--plot", type=_file, metavar="FILE", help="draw a picture; needs h2d-patch[plot]")
+    added.add_argument("--from", dest="source", type=_file, metavar="FILE", help="show a result, measure nothing")
+    added.add_argument("--quick", action="store_true", help="a few sizes and numbers of blocks")
+    added.add_argument("--seconds", type=_seconds, metavar="N", help="of all of it; scales the repetitions")
+    added.add_argument("--device", help="(default: cuda:0); on cpu with TRITON_INTERPRET=1, and numbers mean nothing")
     return parser
 
 

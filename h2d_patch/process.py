@@ -296,8 +296,9 @@ class Process:
         from . import copies
         from .selftest.compare import SelfTestFailed, run
 
-        report = copies.start(device, self.settings.pinned_bytes)
-        self.device.update(staging_bytes=report.ring_bytes, notes=list(report.reasons))
+        places = copies.Places(self.settings.profile, self.settings.profile_dir)
+        report = copies.start(device, self.settings.pinned_bytes, places)
+        self.device.update(staging_bytes=report.ring_bytes, notes=list(report.reasons), profile=report.profile)
         for reason in report.reasons:
             logger.warning("h2d_patch: %s", reason)
         start = time.perf_counter()

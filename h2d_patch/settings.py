@@ -70,7 +70,7 @@ class Settings:
     """All that the environment says to us.
 
     `pinned_bytes` bounds the pinned staging region of each process and device. `run_dir` holds one state file for
-    each process.
+    each process. `profile` is a device profile that must be used, `profile_dir` where those of this user lie.
     """
 
     selection: Selection
@@ -78,18 +78,23 @@ class Settings:
     strict: bool = False
     run_dir: Path = Path()
     pinned_bytes: int = DEFAULT_PINNED_MB << 20
+    profile: Path | None = None
+    profile_dir: Path | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Raises ConfigurationError that names the variable."""
         env = os.environ if environ is None else environ
         manifest = env.get("H2D_PATCH_MANIFEST", "").strip()
+        profile = env.get("H2D_PATCH_PROFILE", "").strip()
         return cls(
             selection=Selection.parse(env.get("H2D_PATCH", "")),
             manifest=Path(manifest) if manifest else None,
             strict=is_strict(env),
             run_dir=run_dir(env),
             pinned_bytes=_megabytes(env, "H2D_PATCH_PINNED_MB", DEFAULT_PINNED_MB) << 20,
+            profile=Path(profile) if profile else None,
+            profile_dir=profile_dir(env),
         )
 
 
@@ -109,6 +114,15 @@ def run_dir(environ: Mapping[str, str]) -> Path:
         return Path(tempfile.gettempdir()) / f"h2d_patch-{os.getuid()}"
     except OSError as error:
         raise ConfigurationError(f"H2D_PATCH_RUN_DIR is not set, and {error}; expected a directory of ours") from None
+
+
+def profile_dir(environ: Mapping[str, str]) -> Path | None:
+    """Where `h2d-patch calibrate` stores what it measured, in this user's cache; None for a user without a home."""
+    cache = Path(environ.get("XDG_CACHE_HOME", "").strip())
+    try:
+        return (cache if cache.is_absolute() else Path.home() / ".cache") / "h2d-patch" / "profiles"
+    except RuntimeError:
+        return None
 
 
 def checked_run_dir(path: Path, create: bool = False) -> Path:

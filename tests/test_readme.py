@@ -89,6 +89,13 @@ def test_every_command_and_variable_is_described() -> None:
     for action in _parser()._actions:
         for command in getattr(action, "choices", None) or ():
             assert f"`h2d-patch {command}" in README or f"h2d-patch {command}" in README, command
-    for name in ("H2D_PATCH_PINNED_MB", "H2D_PATCH_RUN_DIR", "H2D_PATCH_MANIFEST", "H2D_PATCH_STRICT", "VLLM_PLUGINS"):
+    for name in (
+        "H2D_PATCH_PINNED_MB",
+        "H2D_PATCH_PROFILE",
+        "H2D_PATCH_RUN_DIR",
+        "H2D_PATCH_MANIFEST",
+        "H2D_PATCH_STRICT",
+        "VLLM_PLUGINS",
+    ):
         assert f"`{name}`" in README
     assert all(fix in README + (ROOT / "CHANGELOG.md").read_text() for fix in load().fixes)

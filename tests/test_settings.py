@@ -66,6 +66,18 @@ def test_defaults_hold_where_nothing_is_set() -> None:
     assert settings.run_dir.name == f"h2d_patch-{os.getuid()}"
 
 
+def test_profiles_lie_in_the_cache_of_the_user_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert Settings.from_environ({}).profile_dir == Path("/home/someone/.cache/h2d-patch/profiles")
+    cache = {"XDG_CACHE_HOME": "/cache", "H2D_PATCH_PROFILE": "/etc/profile.json"}
+    assert Settings.from_environ(cache).profile_dir == Path("/cache/h2d-patch/profiles")
+    assert Settings.from_environ(cache).profile == Path("/etc/profile.json")
+    assert Settings.from_environ({"XDG_CACHE_HOME": "cache"}).profile_dir == Path(
+        "/home/someone/.cache/h2d-patch/profiles"
+    )
+    assert Settings.from_environ({}).profile is None
+
+
 def test_a_run_directory_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     made = checked_run_dir(tmp_path / "a" / "b", create=True)
     assert made.stat().st_mode & 0o777 == 0o700

@@ -58,7 +58,7 @@ def run(
     Raises NoRing and CannotWrite. After a KeyboardInterrupt the result says `complete: false`.
     """
     with ExitStack() as stack:
-        stack.enter_context(_as_in_a_worker())
+        stack.enter_context(as_in_a_worker())
         result: dict[str, Any] = {
             "what": "µs of host time until the call returns; arms take turns; see `h2d-patch bench copies --help`",
             "device": str(device.device),
@@ -96,7 +96,7 @@ def _open_ring(device: Device, pinned_bytes: int, stack: ExitStack) -> int:
 
 
 @contextmanager
-def _as_in_a_worker() -> Iterator[None]:
+def as_in_a_worker() -> Iterator[None]:
     """One thread for torch, as in vLLM's workers; no garbage collection in the middle of a call."""
     threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
@@ -296,7 +296,7 @@ class _Once:
         device.synchronize()
         before = device.pinned_allocations()
         queue()
-        _be_busy()
+        be_busy()
         began = time.perf_counter()
         result = call()
         self.us = (time.perf_counter() - began) * 1e6
@@ -307,7 +307,7 @@ class _Once:
         sources.follow()
 
 
-def _be_busy() -> None:
+def be_busy() -> None:
     small, until = torch.zeros(64, device="cpu"), time.perf_counter() + _BUSY_S
     while time.perf_counter() < until:
         small[:32].add_(1)

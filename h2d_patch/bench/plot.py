@@ -1,4 +1,4 @@
-"""The result of `bench copies` as a picture."""
+"""The results of `bench copies` and `bench swap` as pictures."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from h2d_patch.bench.heat_map import DIRECTIONS
 from h2d_patch.settings import ConfigurationError
 
 _NAMES: Final = {"original": "original", "upstream": "upstream's fix", "ours": "h2d_patch"}
 _COLOURS: Final = {"original": "tab:red", "upstream": "tab:orange", "ours": "tab:blue"}
+
+_BLOCKS: Final = (16, 256, 4096)
+_SWAP_ARMS: Final = {
+    "driver batch": ".-r",
+    "upstream 12": ".-y",
+    "bulk 4": ".:c",
+    "bulk 8": ".:b",
+    "triton 16": ".:g",
+    "triton 64": ".--g",
+    "chosen": ".-k",
+}
 
 
 def require_matplotlib() -> None:
@@ -58,6 +70,48 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     last.legend(fontsize="x-small")
     gpu = result.get("machine", {}).get("gpu") or "no GPU: the numbers mean nothing"
     figure.suptitle(f"Host time of one copy to the device ({gpu})")
+    _write(figure, path)
+
+
+def draw_swap(result: Mapping[str, Any], path: Path) -> None:
+    """GB/s by size of a block: a panel for each direction and some numbers of blocks.
+
+    Raises ConfigurationError without matplotlib, or where `path` cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    there = sorted({row["blocks"] for row in result["rows"]})
+    counts = [number for number in _BLOCKS if number in there] or there[-len(_BLOCKS) :]
+    figure = Figure(figsize=(4.2 * len(counts), 7.6), layout="constrained")
+    panels = figure.subplots(2, len(counts), squeeze=False)
+    for line, (gpu_to_cpu, direction) in enumerate(DIRECTIONS.items()):
+        for column, blocks in enumerate(counts):
+            panel = panels[line][column]
+            rows = [row for row in result["rows"] if row["blocks"] == blocks and row["gpu_to_cpu"] is gpu_to_cpu]
+            for arm, style in _SWAP_ARMS.items():
+                with_arm = [row for row in rows if arm in row["arms"]]
+                points = [row["bytes"] / 1024 for row in with_arm], [row["arms"][arm]["gbps"] for row in with_arm]
+                if with_arm:
+                    panel.plot(*points, style, label=arm)
+            if (limit := result["one_copy"].get(direction)) is not None:
+                panel.axhline(limit["gbps"], color="grey", linewidth=0.8, label="one large copy")
+            panel.set_title(f"{direction}, {blocks} blocks")
+            panel.set_xlabel("KiB a block")
+            if rows:
+                panel.set_xscale("log", base=2)
+            panel.grid(alpha=0.3)
+        panels[line][0].set_ylabel("GB/s (median)")
+    handles = {
+        text: handle for panel in panels.flat for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    panels[0][0].legend(handles.values(), handles.keys(), fontsize="x-small")
+    gpu = result.get("machine", {}).get("gpu") or "no GPU: the numbers mean nothing"
+    figure.suptitle(f"Scattered blocks between CPU and GPU ({gpu})")
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
     try:
         with path.open("wb") as file:  # by its name matplotlib would choose another where that has no suffix
             figure.savefig(file, dpi=120, format=path.suffix[1:] or "png")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from h2d_patch.copies.call import CopyFunction, Declined, Ledger
+from h2d_patch.copies.profile_file import Places
 from h2d_patch.copies.startup import StartReport, start, stop
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "CopyFunction",
     "Declined",
     "Ledger",
+    "Places",
     "StartReport",
     "call_pinned",
     "cat_to_device",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -14,12 +14,17 @@ from h2d_patch.copies import native
 
 RELAXED_CAPTURE: Final = 2  # cudaStreamCaptureModeRelaxed
 _HOST_TO_DEVICE: Final = 1  # cudaMemcpyHostToDevice
+_DEVICE_TO_HOST: Final = 2  # cudaMemcpyDeviceToHost
 _NO_TIMING: Final = 2  # cudaEventDisableTiming
 _NOT_READY: Final = 600  # cudaErrorNotReady
 
 # CUpointer_attribute
 _MEMORY_TYPE, _DEVICE_POINTER, _DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE = 2, 3, 9, 11, 12
 _HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+
+# CUmemcpySrcAccessOrder: in stream order, or whenever the driver likes, for sources that nothing writes any more.
+IN_STREAM_ORDER, ANY_ORDER = 1, 3
+_BATCH_VERSION: Final = 12080  # the form of cuMemcpyBatchAsync that says which copy failed
 
 
 class Runtime:
@@ -61,6 +66,15 @@ class Runtime:
     def free_pinned(self, address: int) -> None:
         """Give memory of `allocate_pinned` back; waits for the device. Raises OSError."""
         self.check("cudaFreeHost", self._library.cudaFreeHost(ctypes.c_void_p(address)))
+
+    def copy_each(
+        self, dst: Sequence[int], src: Sequence[int], nbytes: Sequence[int], to_host: bool, stream: int
+    ) -> None:
+        """A copy for each block, as releases without a batch make them. Raises OSError."""
+        kind = _DEVICE_TO_HOST if to_host else _HOST_TO_DEVICE
+        for target, source, size in zip(dst, src, nbytes, strict=True):
+            if code := self.memcpy(target, source, size, kind, stream):
+                self.check("cudaMemcpyAsync", code)
 
     def new_event(self) -> int:
         """An event of the current device, never recorded. Raises OSError."""
@@ -184,6 +198,20 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):  # CUmemcpyAttributes
+    _fields_ = (("order", ctypes.c_uint), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_BATCH: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER
+)
+
+
 class Driver:
     """What only the driver offers: kernels from PTX. Each call is for the context of the calling thread's device.
 
@@ -196,6 +224,7 @@ class Driver:
         self._launch = self._library.cuLaunchKernel
         self._launch.argtypes = [address, *[number] * 7, address, address, address]
         self.launch_address: Final[int] = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+        self._memcpy_batch: Callable[..., int] | None = None
 
     def load_function(self, ptx: bytes, name: bytes) -> int:
         """The kernel `name`, compiled for the current device by the driver. Stays loaded."""
@@ -230,6 +259,43 @@ class Driver:
         code = self._launch(function, programs, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         if code:
             self.check("cuLaunchKernel", code)
+
+    def memcpy_batch(self, dst: int, src: int, nbytes: int, count: int, order: int, stream: int) -> None:
+        """Copy `count` blocks on `stream`, which is not the default one, as vLLM's releases do.
+
+        `dst`, `src`, `nbytes`: addresses of that many addresses and sizes, 8 bytes each, read before this returns.
+        `order`: IN_STREAM_ORDER or ANY_ORDER. Raises OSError also where the driver is older than CUDA 12.8.
+        """
+        attributes, first, failed = _CopyAttributes(order=order), ctypes.c_size_t(0), ctypes.c_size_t(0)
+        at = ctypes.byref
+        code = self._batch()(dst, src, nbytes, count, at(attributes), at(first), 1, at(failed), stream)
+        if code:
+            self.check(f"cuMemcpyBatchAsync, copy {failed.value} of {count}", code)
+
+    def has_memcpy_batch(self) -> bool:
+        try:
+            self._batch()
+        except OSError:
+            return False
+        return True
+
+    def _batch(self) -> Callable[..., int]:
+        if self._memcpy_batch is None:
+            self._memcpy_batch = self._find(b"cuMemcpyBatchAsync", _BATCH_VERSION, _BATCH)
+        return self._memcpy_batch
+
+    def _find(self, name: bytes, version: int, prototype: Any) -> Callable[..., int]:
+        """The driver's function `name` as CUDA `version` had it: by its name alone, another form may come."""
+        address, status = ctypes.c_void_p(), ctypes.c_int()
+        get = getattr(self._library, "cuGetProcAddress_v2", None)
+        if get is not None:
+            get(name, ctypes.byref(address), version, ctypes.c_uint64(0), ctypes.byref(status))
+        if not address.value:
+            raise OSError(
+                f"the driver has no {name.decode()}; it came with CUDA {version // 1000}.{version % 1000 // 10}"
+            )
+        found: Callable[..., int] = prototype(address.value)
+        return found
 
     def check(self, function: str, code: int) -> None:
         """Raise OSError unless `code`, which `function` returned, is 0."""

@@ -21,6 +21,9 @@ class Choice:
     path: str
     programs: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.path} {self.programs}" if self.programs else self.path
+
 
 class Profile:
     """A choice for each of `sizes` (bytes of a block) and `counts` (blocks), both rising, for each direction.

@@ -9,16 +9,22 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from h2d_patch.copies.profile_file import Places
+
 
 @dataclass(frozen=True)
 class StartReport:
-    """What came up on a device. `reasons` says in words what did not; empty means all of it did."""
+    """What came up on a device. `reasons` says in words what did not; empty means all of it did.
+
+    `profile`: which device profile is in use, in words.
+    """
 
     device: str
     ring_bytes: int
     kernels: bool
     reasons: list[str]
     seconds: float
+    profile: str = ""
 
 
 # Of the staging region, one in so many bytes is for small copies, and no more than these.
@@ -38,10 +44,11 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def start(device: Any, pinned_bytes: int) -> StartReport:
+def start(device: Any, pinned_bytes: int, profiles: Places | None = None) -> StartReport:
     """Allocate `pinned_bytes` of pinned memory for copies to `device`, compile the kernels, run each once.
 
-    Once per process and device; a later call returns the first report. Never raises. Waits for the device.
+    With `profiles`, the device profile is looked for there, or measured in at most 2 s. Once per process and device;
+    a later call returns the first report. Never raises. Waits for the device.
     """
     began = time.perf_counter()
     with _lock:
@@ -66,7 +73,8 @@ def start(device: Any, pinned_bytes: int) -> StartReport:
             except Exception as error:
                 kernels = False
                 reasons.append(f"no swap kernel: {_words(error)}")
-            _reports[name] = StartReport(name, ring_bytes, kernels, reasons, time.perf_counter() - began)
+            profile = _start_profile(index, profiles, reasons) if kernels and ring_bytes and profiles else ""
+            _reports[name] = StartReport(name, ring_bytes, kernels, reasons, time.perf_counter() - began, profile)
         return _reports[name]
 
 
@@ -167,6 +175,16 @@ def _start_kernels(index: int, reasons: list[str]) -> bool:
 
     reasons += swap.start_kernels(index)
     return isinstance(swap.kernels_on(index), swap.Kernels)
+
+
+def _start_profile(index: int, profiles: Places, reasons: list[str]) -> str:
+    try:
+        from h2d_patch.copies.calibrate import start_profile
+
+        return start_profile(index, profiles, reasons)
+    except Exception as error:
+        reasons.append(f"no device profile: {_words(error)}")
+        return ""
 
 
 def _close_rings() -> None:

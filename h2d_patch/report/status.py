@@ -115,7 +115,9 @@ def _process(state: ProcessState, everything: bool) -> str:
         for target in content.get("targets", [])
         if everything or not _left_out_of_table(target)
     ]
-    notes = [f"  {note}" for note in content.get("device", {}).get("notes", [])]
+    device = content.get("device", {})
+    notes = [f"  device profile: {device['profile']}"] if device.get("profile") else []
+    notes += [f"  {note}" for note in device.get("notes", [])]
     if not everything and (hidden := Counter(filter(None, map(_left_out_of_table, content.get("targets", []))))):
         notes.append(f"  and {', '.join(f'{number} {why}' for why, number in hidden.items())} (--all shows them)")
     if not rows:

@@ -46,3 +46,14 @@ def test_a_server_without_us_is_named_with_the_reason(tmp_path: Path, arguments:
 def test_other_processes_are_left_alone(tmp_path: Path, arguments: list[str]) -> None:
     process(tmp_path, 4194300, arguments)
     assert why_nothing({}, tmp_path) == []
+
+
+def test_the_device_profile_is_shown_beside_what_went_wrong(tmp_path: Path) -> None:
+    from h2d_patch.report.state import ProcessState
+    from h2d_patch.report.status import as_json, as_text
+
+    device = {"name": "cuda:0", "profile": "calibrated in 1.4 s", "notes": ["profile p.json: damaged"]}
+    state = ProcessState(tmp_path, {"pid": 7, "role": "worker", "targets": [], "device": device}, alive=True)
+    text = as_text([state], tmp_path, [], everything=False)
+    assert "device profile: calibrated in 1.4 s" in text and "profile p.json: damaged" in text
+    assert as_json([state], [])["processes"][0]["device"] == device
