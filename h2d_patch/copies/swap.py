@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -56,7 +57,8 @@ def start_kernels(index: int) -> list[str]:
 
             if swap_bulk.supported(index):
                 loaded = swap_bulk.Bulk(index)
-                _try(Kernels(loaded, False), Choice(BULK, 2))
+                stream = torch.cuda.current_stream().cuda_stream
+                _try(lambda described: loaded.launch(described.data_ptr(), 2, 2, 256, stream))
                 bulk = loaded
         except Exception as error:
             reasons.append(f"no bulk copies: {_words(error)}")
@@ -66,7 +68,7 @@ def start_kernels(index: int) -> list[str]:
             from h2d_patch.copies.swap_kernel import WIDTHS
 
             for width in WIDTHS:
-                _try(Kernels(None, True), Choice(TRITON, 2), width)
+                _try(partial(_launch_triton, blocks=2, programs=2, odd=width), width)
             triton = True
         except Exception as error:
             reasons.append(f"no kernel of Triton's: {_words(error)}")
@@ -88,33 +90,28 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _try(kernels: Kernels, choice: Choice, width: int = 16) -> None:
-    """Raises RuntimeError if blocks whose sizes are odd multiples of `width` are not copied, or anything else is."""
+def _try(copy: Callable[[torch.Tensor], None], width: int = 16) -> None:
+    """Raises RuntimeError if `copy` does not copy two blocks, whose sizes are odd multiples of `width`, or copies more.
+
+    `copy` is given their descriptors, and the cuts for two programs behind them, on the current device.
+    """
     words = torch.stack((torch.arange(1024), torch.arange(1024).flip(0))).to(torch.uint8).cuda()
     read, write = words[0].data_ptr(), words[1].data_ptr()
     blocks = np.array([[read, read + 512], [write + 512, write], [160 + width, 240 + width]], dtype=np.int64)
-    found = np.concatenate((blocks.ravel(), _cuts(blocks[2], choice.programs).ravel()))
+    described = np.concatenate((blocks.ravel(), _cuts(blocks[2], 2).ravel()))
     expected = words.cpu().numpy()
     for source, target, nbytes in (blocks - [[read], [write], [0]]).T:
         expected[1, target : target + nbytes] = expected[0, source : source + nbytes]
-    _launch(kernels, choice, torch.from_numpy(found).cuda(), 2, width, 256, torch.cuda.current_stream().cuda_stream)
+    copy(torch.from_numpy(described).cuda())
     if not np.array_equal(words.cpu().numpy(), expected):
         raise RuntimeError("the kernel copied wrongly")
 
 
-def _launch(
-    kernels: Kernels, choice: Choice, descriptors: torch.Tensor, blocks: int, odd: int, mean: float, stream: int
-) -> None:
-    """`descriptors`: int64, as in swap_bulk.cu, with the cuts behind them."""
-    at = 3 * blocks
-    if choice.path == BULK:
-        assert kernels.bulk is not None
-        address = descriptors.data_ptr()
-        kernels.bulk.launch(address, blocks, address + 8 * at, choice.programs, mean, stream)
-    else:
-        from h2d_patch.copies.swap_kernel import launch, width_of
+def _launch_triton(described: torch.Tensor, blocks: int, programs: int, odd: int) -> None:
+    """`described`: int64, as in swap_kernel.py, with the cuts behind the descriptors."""
+    from h2d_patch.copies.swap_kernel import launch, width_of
 
-        launch(descriptors, blocks, descriptors[at:], choice.programs, width_of(odd))
+    launch(described, blocks, described[3 * blocks :], programs, width_of(odd))
 
 
 def _interpreted() -> bool:
@@ -227,9 +224,14 @@ def _swap(
             if declined is not None:
                 return declined
             piece.submitted = True
-        described = piece.view(torch.int64, (numbers,), (1,))
-        odd = int(np.bitwise_or.reduce(described.numpy()[: 3 * blocks])) if bulk is None else 0
-        _launch(kernels, choice, described, blocks, odd, mean, piece.stream)
+        if bulk is not None:
+            bulk.launch(piece.address, blocks, choice.programs, mean, piece.stream)
+            return None
+        # Of a program of Triton's each block waits for its descriptor, which had better not lie behind the link.
+        described = torch.empty(numbers, dtype=torch.int64, device=ring.device)
+        ring.link.copy(described.data_ptr(), piece.address, 8 * numbers, piece.stream)
+        odd = int(np.bitwise_or.reduce(_array(piece.address, 3 * blocks)))
+    _launch_triton(described, blocks, choice.programs, odd)
     return None
 
 

@@ -58,11 +58,11 @@ class Bulk:
         """The address of native.c's `struct kernel`, for blocks of `mean` bytes."""
         return ctypes.addressof(self._kernels[stages(mean, self._shared)[0]])
 
-    def launch(self, descriptors: int, blocks: int, cuts: int, programs: int, mean: float, stream: int) -> None:
-        """Copy on `stream`. `descriptors` and `cuts`: as in swap_bulk.cu, addresses on the current device or of pinned
-        memory. `mean`: bytes of a block. Raises OSError."""
+    def launch(self, descriptors: int, blocks: int, programs: int, mean: float, stream: int) -> None:
+        """Copy on `stream`. `descriptors`: the address, on the current device or in pinned memory, of what swap_bulk.cu
+        takes, with the cuts behind. `mean`: bytes of a block. Raises OSError."""
         *_, stage, number, shared = self._kernels[stages(mean, self._shared)[0]]
-        values = (ctypes.c_uint64 * 5)(descriptors, blocks, cuts, stage, number)
+        values = (ctypes.c_uint64 * 5)(descriptors, blocks, descriptors + 8 * 3 * blocks, stage, number)
         at = ctypes.addressof(values)
         arguments = (ctypes.c_void_p * 5)(at, at + 8, at + 16, at + 24, at + 32)
         self._driver.launch(self._function, programs, 32, shared, stream, arguments)

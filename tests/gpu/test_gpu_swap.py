@@ -117,7 +117,7 @@ def reference(source, target, src, dst, sizes):
 
 def fill(tensor, seed):
     torch.manual_seed(seed)
-    tensor.copy_(torch.randint(-128, 128, tensor.shape, dtype=torch.int8))
+    tensor.copy_(torch.randint(-128, 128, tensor.shape, dtype=torch.int8, device="cuda"))
     torch.cuda.synchronize()
 
 
