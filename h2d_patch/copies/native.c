@@ -394,7 +394,7 @@ struct touchable {
 struct kernel {
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
     void *function;
-    uint64_t stage_bytes, stages, shared;
+    uint64_t warps, stage_bytes, stages, shared; /* of a program; a share is a warp's */
 };
 
 static int inside(int64_t start, int64_t end, int64_t at, int64_t bytes)
@@ -419,16 +419,16 @@ static int64_t range_of(const struct touchable *may, int64_t before, int64_t at,
     return inside(may->starts[before], may->ends[before], at, bytes) ? before : -1;
 }
 
-/* Where the shares of `programs` begin, and the last ends: (block, offset in it), as swap.py's _cuts. */
-static void cut(const int64_t *lengths, int64_t blocks, int64_t total, int64_t programs, int64_t *cuts)
+/* Where `shares` begin, and the last ends: (block, offset in it), as swap.py's _cuts. */
+static void cut(const int64_t *lengths, int64_t blocks, int64_t total, int64_t shares, int64_t *cuts)
 {
-    int64_t share = (total + programs * SHARE - 1) / (programs * SHARE) * SHARE, block = 0, start = 0;
-    for (int64_t program = 0; program <= programs; program++) {
-        int64_t at = program * share < total ? program * share : total;
+    int64_t share = (total + shares * SHARE - 1) / (shares * SHARE) * SHARE, block = 0, start = 0;
+    for (int64_t i = 0; i <= shares; i++) {
+        int64_t at = i * share < total ? i * share : total;
         while (block < blocks && start + lengths[block] <= at)
             start += lengths[block++];
-        cuts[2 * program] = block;
-        cuts[2 * program + 1] = (at - start) & ~(int64_t)15;
+        cuts[2 * i] = block;
+        cuts[2 * i + 1] = (at - start) & ~(int64_t)15;
     }
 }
 
@@ -440,11 +440,11 @@ int64_t h2d_total(const int64_t *lengths, size_t blocks)
     return (int64_t)total;
 }
 
-/* The descriptors of `blocks` blocks, `total` bytes together, and the cuts of `programs` behind them, to `out`, as
+/* The descriptors of `blocks` blocks, `total` bytes together, and the cuts of `shares` behind them, to `out`, as
  * swap_bulk.cu reads them; then its launch on `stream`, unless `kernel` is NULL.
  * Returns 0; the driver's error; NEGATIVE or OUTSIDE for what no kernel may touch, nothing being done. */
 int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths, int64_t blocks, int64_t total,
-             int gpu_to_cpu, const struct touchable *may, int64_t programs, int64_t *out, const struct kernel *kernel,
+             int gpu_to_cpu, const struct touchable *may, int64_t shares, int64_t *out, const struct kernel *kernel,
              void *stream)
 {
     const int64_t *host = gpu_to_cpu ? writes : reads, *device = gpu_to_cpu ? reads : writes;
@@ -469,14 +469,15 @@ int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths
         shifted[i] += may->shifts[range];
     }
     int64_t *cuts = out + 3 * blocks;
-    cut(lengths, blocks, total, programs, cuts);
+    cut(lengths, blocks, total, shares, cuts);
     if (!kernel)
         return 0;
     uint64_t count = (uint64_t)blocks;
     unsigned stage_bytes = (unsigned)kernel->stage_bytes, stages = (unsigned)kernel->stages;
     void *arguments[] = {&out, &count, &cuts, &stage_bytes, &stages};
-    return kernel->launch(kernel->function, (unsigned)programs, 1, 1, 32, 1, 1, (unsigned)kernel->shared, stream,
-                          arguments, NULL);
+    unsigned warps = (unsigned)kernel->warps;
+    return kernel->launch(kernel->function, (unsigned)shares / warps, 1, 1, 32 * warps, 1, 1, (unsigned)kernel->shared,
+                          stream, arguments, NULL);
 }
 
 #ifdef H2D_PYTHON /* the two that most calls need, as functions of Python's own, which take half as long to call */

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 Registered = tuple[int, int, int]  # start, end, and what to add to its addresses for those of the device
+_MOST_SEQUENCES: Final = 64
 PinnedRange = Callable[[int], "Registered | str"]
 
 
@@ -75,11 +76,16 @@ class Swappable:
 
 
 class Checked:
-    """Remembers what was found for a set of tensors. Only what was good: memory may still be registered later."""
+    """Remembers what was found for tensors. Only what was good: memory may still be registered later.
+
+    What is remembered goes when one of its tensors does, so whatever is found here may be touched.
+    """
 
     def __init__(self) -> None:
-        # Tensors are told apart by id and address, never by ==; an entry goes when one of its tensors does.
+        # Tensors are told apart by id and address, never by ==.
         self._found: dict[tuple[int, ...], tuple[Swappable, list[weakref.ref[Any]]]] = {}
+        # The same by the ids of the sequences they came in, of which a handler keeps its own: asked at every swap.
+        self._by_sequences: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -91,19 +97,29 @@ class Checked:
 
         Without `pinned_range`, host memory is taken to be good as it is.
         """
+        if not host or not device:
+            return "not a swap between the CPU and one device"
+        # The first of each too: the ids of sequences that are gone come back.
+        sequences = (id(host), id(device), len(host), len(device), id(host[0]), id(device[0]))
+        found = self._found.get(self._by_sequences.get(sequences, ()))
+        if found is not None:
+            return found[0]
         tensors = (*host, *device)
         key = (len(host), *map(id, tensors), *(t.data_ptr() for t in tensors))
         found = self._found.get(key)
-        if found is not None:
-            return found[0]
-        result = _look(host, device, pinned_range)
-        if isinstance(result, Swappable):
+        if found is None:
+            result = _look(host, device, pinned_range)
+            if isinstance(result, str):
+                return result
 
             def forget(_: object, key: tuple[int, ...] = key) -> None:
                 self._found.pop(key, None)
 
-            self._found[key] = result, [weakref.ref(t, forget) for t in tensors]
-        return result
+            found = self._found[key] = result, [weakref.ref(t, forget) for t in tensors]
+        if len(self._by_sequences) >= _MOST_SEQUENCES:
+            self._by_sequences.clear()
+        self._by_sequences[sequences] = key
+        return found[0]
 
 
 def _look(

@@ -58,7 +58,7 @@ def start_kernels(index: int) -> list[str]:
             if swap_bulk.supported(index):
                 loaded = swap_bulk.Bulk(index)
                 stream = torch.cuda.current_stream().cuda_stream
-                _try(lambda described: loaded.launch(described.data_ptr(), 2, 2, 256, stream))
+                _try(lambda described: loaded.launch(described.data_ptr(), 2, 2, 256, stream), 2 * loaded.warps)
                 bulk = loaded
         except Exception as error:
             reasons.append(f"no bulk copies: {_words(error)}")
@@ -68,7 +68,7 @@ def start_kernels(index: int) -> list[str]:
             from h2d_patch.copies.swap_kernel import WIDTHS
 
             for width in WIDTHS:
-                _try(partial(_launch_triton, blocks=2, programs=2, odd=width), width)
+                _try(partial(_launch_triton, blocks=2, programs=2, odd=width), 2, width)
             triton = True
         except Exception as error:
             reasons.append(f"no kernel of Triton's: {_words(error)}")
@@ -90,15 +90,15 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _try(copy: Callable[[torch.Tensor], None], width: int = 16) -> None:
+def _try(copy: Callable[[torch.Tensor], None], shares: int, width: int = 16) -> None:
     """Raises RuntimeError if `copy` does not copy two blocks, whose sizes are odd multiples of `width`, or copies more.
 
-    `copy` is given their descriptors, and the cuts for two programs behind them, on the current device.
+    `copy` is given their descriptors, and the cuts behind them, on the current device.
     """
     words = torch.stack((torch.arange(1024), torch.arange(1024).flip(0))).to(torch.uint8).cuda()
     read, write = words[0].data_ptr(), words[1].data_ptr()
     blocks = np.array([[read, read + 512], [write + 512, write], [160 + width, 240 + width]], dtype=np.int64)
-    described = np.concatenate((blocks.ravel(), _cuts(blocks[2], 2).ravel()))
+    described = np.concatenate((blocks.ravel(), _cuts(blocks[2], shares).ravel()))
     expected = words.cpu().numpy()
     for source, target, nbytes in (blocks - [[read], [write], [0]]).T:
         expected[1, target : target + nbytes] = expected[0, source : source + nbytes]
@@ -201,16 +201,17 @@ def _swap(
         return Declined(found)
     if found.index != ring.device.index:
         return _DEVICE
-    numbers = 3 * blocks + 2 * (choice.programs + 1)
+    bulk = kernels.bulk if choice.path == BULK else None
+    shares = choice.programs * (1 if bulk is None else bulk.warps)
+    numbers = 3 * blocks + 2 * (shares + 1)
     piece = ring.reserve(8 * numbers)
     if type(piece) is Declined:
         return piece
     with piece:
-        bulk = kernels.bulk if choice.path == BULK else None
         if library is not None:
             kernel = bulk.kernel(mean) if bulk is not None else None
             code = library.swap(
-                *rows, blocks, total, gpu_to_cpu, found.address, choice.programs, piece.address, kernel, piece.stream
+                *rows, blocks, total, gpu_to_cpu, found.address, shares, piece.address, kernel, piece.stream
             )
             if code < 0:
                 return _NUMBERS if code == native.NEGATIVE else _OUTSIDE
@@ -220,7 +221,7 @@ def _swap(
                     bulk.check("cuLaunchKernel", code)
                 return None
         else:
-            declined = _describe(rows, blocks, gpu_to_cpu, found, choice.programs, piece.address)
+            declined = _describe(rows, blocks, gpu_to_cpu, found, shares, piece.address)
             if declined is not None:
                 return declined
             piece.submitted = True
@@ -236,7 +237,7 @@ def _swap(
 
 
 def _describe(
-    rows: tuple[int, int, int], blocks: int, gpu_to_cpu: bool, may: Swappable, programs: int, at: int
+    rows: tuple[int, int, int], blocks: int, gpu_to_cpu: bool, may: Swappable, shares: int, at: int
 ) -> Declined | None:
     """Descriptors and cuts, to address `at`, as native.c does it."""
     reads, writes, lengths = (_array(row, blocks) for row in rows)
@@ -249,7 +250,7 @@ def _describe(
         writes = may.host.shifted(writes)
     else:
         reads = may.host.shifted(reads)
-    cuts = _cuts(lengths, programs).ravel()
+    cuts = _cuts(lengths, shares).ravel()
     np.concatenate((reads, writes, lengths, cuts), out=_array(at, 3 * blocks + len(cuts)))
     return None
 
@@ -258,8 +259,8 @@ def _array(address: int, number: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_int64 * number).from_address(address))
 
 
-def _cuts(lengths: Any, programs: int) -> Any:
-    """Where the shares of `programs` begin, and the last ends: int64 `[programs + 1, 2]`, (block, offset in it).
+def _cuts(lengths: Any, shares: int) -> Any:
+    """Where `shares` begin, and the last ends: int64 `[shares + 1, 2]`, (block, offset in it).
 
     `lengths`: int64 array, some of it positive. The bytes are shared out evenly, whatever the sizes.
     """
@@ -267,12 +268,12 @@ def _cuts(lengths: Any, programs: int) -> Any:
     largest = int(lengths.max())
     if int(lengths.min()) == largest:
         total = blocks * largest
-        at = _share_out(total, programs)
+        at = _share_out(total, shares)
         block = at // largest
         offset = at - block * largest
     else:
         ends = np.cumsum(lengths)
-        at = _share_out(int(ends[-1]), programs)
+        at = _share_out(int(ends[-1]), shares)
         block = np.searchsorted(ends, at, side="right")
         inside = np.minimum(block, blocks - 1)
         offset = at - ends[inside] + lengths[inside]
@@ -281,9 +282,9 @@ def _cuts(lengths: Any, programs: int) -> Any:
     return np.stack((block, offset & ~15), axis=1)  # at a multiple of 16 bytes of its block
 
 
-def _share_out(total: int, programs: int) -> Any:
-    share = -(-total // (programs * _SHARE_BYTES)) * _SHARE_BYTES
-    return np.minimum(np.arange(programs + 1, dtype=np.int64) * share, total)
+def _share_out(total: int, shares: int) -> Any:
+    share = -(-total // (shares * _SHARE_BYTES)) * _SHARE_BYTES
+    return np.minimum(np.arange(shares + 1, dtype=np.int64) * share, total)
 
 
 def _descriptor(tensor: Any) -> bool:

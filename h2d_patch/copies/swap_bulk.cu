@@ -4,18 +4,21 @@
 // Why: such copies keep tens of pieces in flight with one thread, so that a few SMs reach the speed of the link where a
 // kernel that loads and stores by itself needs many (docs/swap.md).
 //
-// One warp in each program. It walks its share of the bytes, block by block and piece by piece: a piece is fetched into
-// a stage of shared memory, and leaves it again when it has arrived. Lane 0 issues the bulk copies. They take multiples
-// of 16 bytes at multiples of 16: of any other piece, what surrounds it within its 16 bytes is fetched too, and the warp
-// writes just the piece.
+// A few warps in each program, each for itself: what one issues takes it some 0.6 us a piece, whatever its size. It walks
+// its share of the bytes, block by block and piece by piece: a piece is fetched into a stage of shared memory, and leaves
+// it again when it has arrived. Lane 0 issues the bulk copies. They take multiples of 16 bytes at multiples of 16, and
+// are slow over the link unless they begin at a multiple of 128: what lies in front of a piece since the last such
+// address is fetched too (it lies in the same page), and where it must, the warp itself writes the piece and no more.
 
 #include <stdint.h>
 
 namespace {
 
-constexpr int LAG = 4;     // stages that are being emptied while the others are being filled
-constexpr int MOST_STAGES = 128;
-constexpr unsigned WARP = 0xffffffffu;
+constexpr int WARPS = 4;
+constexpr int LAG = 4;  // stages of a warp that are being emptied while the others are being filled
+constexpr int MOST_STAGES = 56;
+constexpr uint32_t LINE = 128;
+constexpr unsigned ALL = 0xffffffffu;
 
 struct Piece {
   uint64_t target;
@@ -69,13 +72,14 @@ __device__ __forceinline__ uint64_t load(const uint64_t *at) {
 
 // The descriptors of 32 blocks in the registers of a warp, and those of the next 32 on their way.
 struct Window {
+  uint32_t lane;
   const uint64_t *descriptors;
   uint64_t blocks;
   uint64_t first;
   uint64_t read, write, nbytes, next_read, next_write, next_nbytes;
 
   __device__ void load_next(uint64_t start) {
-    const uint64_t block = start + threadIdx.x;
+    const uint64_t block = start + lane;
     if (block < blocks) {
       next_read = load(descriptors + block);
       next_write = load(descriptors + blocks + block);
@@ -99,17 +103,17 @@ struct Window {
       first += 32;
       advance();
     }
-    const int lane = static_cast<int>(block - first);
-    from = __shfl_sync(WARP, read, lane);
-    to = __shfl_sync(WARP, write, lane);
-    size = __shfl_sync(WARP, nbytes, lane);
+    const int holder = static_cast<int>(block - first);
+    from = __shfl_sync(ALL, read, holder);
+    to = __shfl_sync(ALL, write, holder);
+    size = __shfl_sync(ALL, nbytes, holder);
   }
 };
 
-// A program's share: from byte `offset` of `block` to byte `end_offset` of `end_block`.
+// A warp's share: from byte `offset` of `block` to byte `end_offset` of `end_block`.
 struct Walk {
   uint64_t block, offset, end_block, end_offset;
-  uint64_t source, target, end;  // of `block`; `end` is where this program's part of it ends
+  uint64_t source, target, end;  // of `block`; `end` is where this warp's part of it ends
   bool fresh;                    // `block` has not been looked up
 
   // The next piece of at most `most` bytes including what is skipped; false at the end.
@@ -125,7 +129,7 @@ struct Walk {
       ++block, offset = 0, fresh = true;
     }
     const uint64_t start = source + offset;
-    piece.skip = static_cast<uint32_t>(start & 15);
+    piece.skip = static_cast<uint32_t>(start & (LINE - 1));
     const uint64_t left = end - offset, room = most - piece.skip;
     piece.nbytes = static_cast<uint32_t>(left < room ? left : room);
     piece.target = target + offset;
@@ -136,8 +140,7 @@ struct Walk {
 };
 
 // By all lanes: a piece that no bulk copy can write, from shared memory at `at` to `target`.
-__device__ __forceinline__ void write_odd(const char *at, uint64_t target, uint32_t nbytes) {
-  const uint32_t lane = threadIdx.x;
+__device__ __forceinline__ void write_odd(const char *at, uint64_t target, uint32_t nbytes, uint32_t lane) {
   char *to = reinterpret_cast<char *>(target);
   const uint32_t before = static_cast<uint32_t>(-target & 15);
   const uint32_t head = before < nbytes ? before : nbytes;
@@ -161,29 +164,33 @@ __device__ __forceinline__ void write_odd(const char *at, uint64_t target, uint3
 
 }  // namespace
 
-// descriptors: uint64 [3, blocks], addresses to read, addresses to write, bytes. cuts: uint64 [programs + 1, 2], (block,
-// offset in it) where each share begins and the last one ends. Shared memory: stages * stage_bytes + 16.
-// stage_bytes: a multiple of 16. stages: LAG + 1 to MOST_STAGES.
-extern "C" __global__ void __launch_bounds__(32) h2d_patch_copy_blocks(const uint64_t *descriptors, uint64_t blocks,
-                                                                       const uint64_t *cuts, uint32_t stage_bytes,
-                                                                       uint32_t stages) {
-  extern __shared__ __align__(128) char memory[];
-  __shared__ uint64_t barriers[MOST_STAGES];
-  __shared__ Piece pieces[MOST_STAGES];
-  const bool leads = threadIdx.x == 0;
+// descriptors: uint64 [3, blocks], addresses to read, addresses to write, bytes. cuts: uint64 [programs * WARPS + 1, 2],
+// (block, offset in it) where the share of each warp begins and the last one ends. Shared memory:
+// WARPS * stages * stage_bytes + 16. stage_bytes: a multiple of LINE, larger than it. stages: LAG + 1 to MOST_STAGES.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    h2d_patch_copy_blocks(const uint64_t *descriptors, uint64_t blocks, const uint64_t *cuts, uint32_t stage_bytes,
+                          uint32_t stages) {
+  extern __shared__ __align__(128) char all_memory[];
+  __shared__ uint64_t all_barriers[WARPS][MOST_STAGES];
+  __shared__ Piece all_pieces[WARPS][MOST_STAGES];
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool leads = lane == 0;
+  char *memory = all_memory + warp * stages * stage_bytes;
+  uint64_t *barriers = all_barriers[warp];
+  Piece *pieces = all_pieces[warp];
 
-  for (uint32_t i = threadIdx.x; i < stages; i += 32)
+  for (uint32_t i = lane; i < stages; i += 32)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
   proxy_fence();
   __syncwarp();
 
   Walk walk;
-  const uint64_t cut = load(cuts + 2 * blockIdx.x + (threadIdx.x & 3));
-  walk.block = __shfl_sync(WARP, cut, 0), walk.offset = __shfl_sync(WARP, cut, 1);
-  walk.end_block = __shfl_sync(WARP, cut, 2), walk.end_offset = __shfl_sync(WARP, cut, 3);
+  const uint64_t cut = load(cuts + 2 * (blockIdx.x * WARPS + warp) + (lane & 3));
+  walk.block = __shfl_sync(ALL, cut, 0), walk.offset = __shfl_sync(ALL, cut, 1);
+  walk.end_block = __shfl_sync(ALL, cut, 2), walk.end_offset = __shfl_sync(ALL, cut, 3);
   walk.fresh = true;
   Window window = {};
-  window.descriptors = descriptors, window.blocks = blocks;
+  window.lane = lane, window.descriptors = descriptors, window.blocks = blocks;
   window.open(walk.block);
 
   uint32_t filling = 0, emptying = 0, parity = 0, under_way = 0;
@@ -195,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(32) h2d_patch_copy_blocks(const uin
     if (!more) return;
     if (leads) {
       pieces[filling] = piece;
-      const uint32_t window_bytes = (piece.skip + piece.nbytes + 15) & ~15u;
-      expect(barriers + filling, window_bytes);
-      fetch(memory + filling * stage_bytes, from, window_bytes, barriers + filling);
+      const uint32_t fetched = (piece.skip + piece.nbytes + 15) & ~15u;
+      expect(barriers + filling, fetched);
+      fetch(memory + filling * stage_bytes, from, fetched, barriers + filling);
     }
     if (++filling == stages) filling = 0;
     ++under_way;
@@ -208,11 +215,11 @@ extern "C" __global__ void __launch_bounds__(32) h2d_patch_copy_blocks(const uin
   while (under_way) {
     wait(barriers + emptying, parity);
     const Piece piece = pieces[emptying];
-    const char *stage = memory + emptying * stage_bytes;
+    const char *at = memory + emptying * stage_bytes + piece.skip;
     const uint32_t whole = ((piece.target | piece.skip) & 15) == 0 ? piece.nbytes & ~15u : 0;
-    if (whole && leads) put(piece.target, stage, whole);
+    if (whole && leads) put(piece.target, at, whole);
     if (whole < piece.nbytes) {
-      write_odd(stage + piece.skip + whole, piece.target + whole, piece.nbytes - whole);
+      write_odd(at + whole, piece.target + whole, piece.nbytes - whole, lane);
       proxy_fence();  // what was read is read before the stage is filled again
     }
     if (leads) asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -13,10 +13,11 @@ from h2d_patch.copies.cuda import Driver
 PTX: Final = Path(__file__).with_name("swap_bulk.ptx")
 _FUNCTION: Final = b"h2d_patch_copy_blocks"
 _LEAST_CAPABILITY: Final = (9, 0)
-_MOST_STAGES: Final = 128  # as in swap_bulk.cu
-_STAGES: Final = (1024, 2048, 4096, 8192)  # bytes; a stage holds (a piece of) one block
+WARPS: Final = 4  # these two as in swap_bulk.cu
+_MOST_STAGES: Final = 56
+_STAGES: Final = (1024, 2048, 4096)  # bytes; a stage holds (a piece of) one block
 _BEHIND_THE_LAST: Final = 16  # bytes that may be read there
-_KEPT_BYTES: Final = 4096  # of an SM's shared memory: what the kernel keeps beside its stages
+_KEPT_BYTES: Final = 8192  # of an SM's shared memory: what the kernel keeps beside its stages
 _SHARED_BYTES: Final = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _DYNAMIC_SHARED_BYTES: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -27,13 +28,15 @@ def supported(index: int) -> bool:
 
 
 def stages(mean: float, shared: int) -> tuple[int, int]:
-    """Bytes of a stage, and how many of them, for blocks of `mean` bytes in `shared` bytes of memory."""
+    """Bytes of a stage, and how many of them a warp has, for blocks of `mean` bytes in `shared` bytes of memory."""
     stage = next((stage for stage in _STAGES if mean <= stage), _STAGES[-1])
-    return stage, min(_MOST_STAGES, (shared - _BEHIND_THE_LAST) // stage)
+    return stage, min(_MOST_STAGES, (shared - _BEHIND_THE_LAST) // (WARPS * stage))
 
 
 class Bulk:
-    """The kernel on CUDA device `index`. Raises OSError where it cannot be had."""
+    """The kernel on CUDA device `index`, each warp of which has a share. Raises OSError where it cannot be had."""
+
+    warps: Final = WARPS
 
     def __init__(self, index: int) -> None:
         driver = Driver()
@@ -51,8 +54,8 @@ class Bulk:
         self._kernels: Final = {}
         for stage in _STAGES:
             _, number = stages(stage, shared)
-            all_stages = number * stage + _BEHIND_THE_LAST
-            self._kernels[stage] = (ctypes.c_uint64 * 5)(driver.launch_address, function, stage, number, all_stages)
+            used = WARPS * number * stage + _BEHIND_THE_LAST
+            self._kernels[stage] = (ctypes.c_uint64 * 6)(driver.launch_address, function, WARPS, stage, number, used)
 
     def kernel(self, mean: float) -> int:
         """The address of native.c's `struct kernel`, for blocks of `mean` bytes."""
@@ -65,4 +68,4 @@ class Bulk:
         values = (ctypes.c_uint64 * 5)(descriptors, blocks, descriptors + 8 * 3 * blocks, stage, number)
         at = ctypes.addressof(values)
         arguments = (ctypes.c_void_p * 5)(at, at + 8, at + 16, at + 24, at + 32)
-        self._driver.launch(self._function, programs, 32, shared, stream, arguments)
+        self._driver.launch(self._function, programs, 32 * WARPS, shared, stream, arguments)

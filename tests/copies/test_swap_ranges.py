@@ -97,6 +97,17 @@ def test_what_was_good_is_remembered_until_a_tensor_dies_and_what_was_bad_is_ask
     assert len(checked) == 0
 
 
+def test_sequences_that_come_and_go_are_not_taken_for_others():
+    checked = Checked()
+    first, second = region()[0], region()[0]
+    driver = PretendedDriver(*((t.data_ptr(), t.data_ptr() + t.numel()) for t in (first, second)))
+    for _ in range(200):
+        for whole in (first, second):
+            found = checked.swappable([whole], list(GPU), driver)
+            assert found.host.merged == [(whole.data_ptr(), whole.data_ptr() + whole.numel(), 0)]
+    assert driver.asked == 2 and len(checked) == 2 and len(checked._by_sequences) <= 64
+
+
 def test_tensors_that_are_not_rows_of_bytes_are_refused():
     whole, base = region()
     driver = PretendedDriver((base, base + 768))
