@@ -21,7 +21,7 @@ from .settings import ConfigurationError
 
 SCHEMA = 1
 # Copy functions that call their first argument.
-CALLS_ITS_FIRST = frozenset({"call_pinned", "swap_blocks"})
+CALLS_ITS_FIRST = frozenset({"call_pinned", "swap_blocks", "swap_tensors", "swap_addresses"})
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 _HASH = re.compile(r"[0-9a-f]{16}\Z")

@@ -38,7 +38,8 @@ from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
 
 # Every executor brings the device up through this method, in every release from 0.8.0 on, before it profiles memory.
-STARTUP_MODULE = "vllm.v1.worker.worker_base"
+# Up to 0.11.0 it stood in a module that this one imports.
+STARTUP_MODULES = "vllm.v1.worker.worker_base", "vllm.worker.worker_base"
 STARTUP_CLASS, STARTUP_METHOD = "WorkerWrapperBase", "init_device"
 
 
@@ -123,7 +124,7 @@ class Process:
             patch.site.reasons = {}
         # Another thread of the parent's may have been about to patch these; it is not in the child.
         loaded = dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING)
-        startup = [(name, callback) for name, callback in self._retry if name == STARTUP_MODULE]
+        startup = [(name, callback) for name, callback in self._retry if name in STARTUP_MODULES]
         self._retry = startup + [(name, self.module_loaded) for name in loaded if name in sys.modules]
 
     def state(self) -> dict[str, Any]:
@@ -147,7 +148,8 @@ class Process:
                 self._decide(patch, Verdict.ABSENT, f"there is no module {module} here")
         for name in dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING):
             self._when_loaded(name, self.module_loaded)
-        self._when_loaded(STARTUP_MODULE, self._hook_startup)
+        for name in STARTUP_MODULES:
+            self._when_loaded(name, self._hook_startup)
 
     def _when_loaded(self, name: str, callback: Callable[[types.ModuleType], None]) -> None:
         if not when_loaded(name, callback):
@@ -262,7 +264,9 @@ class Process:
         with _nothing_escapes("hooking the device start-up"):
             if self.undone:
                 return
-            holder = getattr(module, STARTUP_CLASS)
+            holder = getattr(module, STARTUP_CLASS, None)
+            if holder is None and STARTUP_MODULES[1] in sys.modules:
+                return
             original = vars(holder)[STARTUP_METHOD]
             if getattr(original, "_self_wrapper", None) is not _startup:
                 setattr(holder, STARTUP_METHOD, wrapt.FunctionWrapper(original, _startup))
@@ -365,11 +369,11 @@ class Process:
             for patch in reversed(self.patches):
                 if patch.verdict is Verdict.PENDING or patch.undo is not None:
                     self._take_out(patch, Verdict.OFF, "undone")
-            module = sys.modules.get(STARTUP_MODULE)
-            holder = getattr(module, STARTUP_CLASS, None)
-            found = vars(holder).get(STARTUP_METHOD) if holder is not None else None
-            if found is not None and getattr(found, "_self_wrapper", None) is _startup:
-                setattr(holder, STARTUP_METHOD, found.__wrapped__)
+            for module in map(sys.modules.get, STARTUP_MODULES):
+                holder = getattr(module, STARTUP_CLASS, None)
+                found = vars(holder).get(STARTUP_METHOD) if holder is not None else None
+                if found is not None and getattr(found, "_self_wrapper", None) is _startup:
+                    setattr(holder, STARTUP_METHOD, found.__wrapped__)
 
 
 current: Process | None = None

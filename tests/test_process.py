@@ -489,6 +489,27 @@ def test_a_device_start_up_that_fails_on_our_side_leaves_vllm_s_alone(server: Se
     assert "device start-up failed; the originals run" in done.stderr
 
 
+def test_the_device_start_up_is_hooked_where_0_11_0_has_it(server: Server) -> None:
+    with_vllm(server, "from vllm.worker.worker_base import WORKER_BASES\n")
+    old = server.path / "vllm/worker"
+    old.mkdir()
+    (old / "__init__.py").touch()
+    (old / "worker_base.py").write_text(WORKER_BASE + "WORKER_BASES = 1\n")
+    script = """
+    register()
+    import our_model
+    import vllm.v1.worker.worker_base
+    from vllm.worker.worker_base import WorkerWrapperBase as Wrapper
+    from h2d_patch import process
+    print(Wrapper().init_device(), process.current.state()["role"])
+    process.current.undo()
+    print(type(vars(Wrapper)["init_device"]).__name__)
+    """
+    done = server.run(script)
+    assert done.stdout.split() == ["ready", "worker", "function"]
+    assert "failed" not in done.stderr
+
+
 def test_undo_takes_the_device_start_up_out_too(server: Server) -> None:
     with_vllm(server)
     script = """
@@ -718,10 +739,10 @@ def test_a_child_keeps_what_waits_for_the_device_start_up(server: Server) -> Non
     script = """
     register()
     from h2d_patch import process
-    process.current._retry.append((process.STARTUP_MODULE, process.current._hook_startup))
+    process.current._retry.append((process.STARTUP_MODULES[0], process.current._hook_startup))
     child = os.fork()
     if child == 0:
-        os._exit(0 if process.STARTUP_MODULE in dict(process.current._retry) else 1)
+        os._exit(0 if process.STARTUP_MODULES[0] in dict(process.current._retry) else 1)
     print(os.waitpid(child, 0)[1])
     """
     assert server.run(script).stdout.split() == ["0"]

@@ -28,7 +28,9 @@ __all__ = [
     "nested_to_device",
     "start",
     "stop",
+    "swap_addresses",
     "swap_blocks",
+    "swap_tensors",
     "to_device",
 ]
 
@@ -38,10 +40,13 @@ cat_to_device = CopyFunction("cat_to_device", "h2d")
 nested_to_device = CopyFunction("nested_to_device", "h2d")
 call_pinned = CopyFunction("call_pinned", "pinned_call")
 swap_blocks = CopyFunction("swap_blocks", "swap")
+swap_tensors = CopyFunction("swap_tensors", "swap_forms")
+swap_addresses = CopyFunction("swap_addresses", "swap_forms")
 
-EXPORTS: Mapping[str, CopyFunction] = MappingProxyType(
-    {f.name: f for f in (to_device, copy_h2d, cat_to_device, nested_to_device, call_pinned, swap_blocks)}
-)
+_FUNCTIONS = (
+    to_device, copy_h2d, cat_to_device, nested_to_device, call_pinned, swap_blocks, swap_tensors, swap_addresses,
+)  # fmt: skip
+EXPORTS: Mapping[str, CopyFunction] = MappingProxyType({function.name: function for function in _FUNCTIONS})
 
 
 def forced_staging(bytes: int = 16 << 20) -> AbstractContextManager[Any]:

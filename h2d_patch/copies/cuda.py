@@ -19,8 +19,8 @@ _NO_TIMING: Final = 2  # cudaEventDisableTiming
 _NOT_READY: Final = 600  # cudaErrorNotReady
 
 # CUpointer_attribute
-_MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE = 2, 3, 11, 12
-_HOST_MEMORY: Final = 1  # CU_MEMORYTYPE_HOST
+_MEMORY_TYPE, _DEVICE_POINTER, _DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE = 2, 3, 9, 11, 12
+_HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 # CUmemcpySrcAccessOrder: in stream order, or whenever the driver likes, for sources that nothing writes any more.
 IN_STREAM_ORDER, ANY_ORDER = 1, 3
@@ -223,26 +223,27 @@ class Driver:
         number, address = ctypes.c_uint, ctypes.c_void_p
         self._launch = self._library.cuLaunchKernel
         self._launch.argtypes = [address, *[number] * 7, address, address, address]
+        self.launch_address: Final[int] = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
         self._memcpy_batch: Callable[..., int] | None = None
 
     def load_function(self, ptx: bytes, name: bytes) -> int:
         """The kernel `name`, compiled for the current device by the driver. Stays loaded."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuModuleLoadData", self._library.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(ptx)))
+        self.check("cuModuleLoadData", self._library.cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(ptx)))
         get = self._library.cuModuleGetFunction
-        self._check("cuModuleGetFunction", get(ctypes.byref(function), module, ctypes.c_char_p(name)))
+        self.check("cuModuleGetFunction", get(ctypes.byref(function), module, ctypes.c_char_p(name)))
         assert function.value is not None
         return function.value
 
     def set_function_attribute(self, function: int, attribute: int, value: int) -> None:
         set_attribute = self._library.cuFuncSetAttribute
-        self._check("cuFuncSetAttribute", set_attribute(ctypes.c_void_p(function), attribute, value))
+        self.check("cuFuncSetAttribute", set_attribute(ctypes.c_void_p(function), attribute, value))
 
     def device_attribute(self, attribute: int, index: int) -> int:
         """Of CUDA device `index`, as torch counts them."""
         device, value = ctypes.c_int(), ctypes.c_int()
-        self._check("cuCtxGetDevice", self._library.cuCtxGetDevice(ctypes.byref(device)))
-        self._check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
+        self.check("cuCtxGetDevice", self._library.cuCtxGetDevice(ctypes.byref(device)))
+        self.check("cuDeviceGetAttribute", self._library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
         return value.value
 
     def launch(
@@ -257,7 +258,7 @@ class Driver:
         """`arguments`: the address of each of the kernel's; they are read before this returns."""
         code = self._launch(function, programs, 1, 1, threads, 1, 1, shared, stream, arguments, None)
         if code:
-            self._check("cuLaunchKernel", code)
+            self.check("cuLaunchKernel", code)
 
     def memcpy_batch(self, dst: int, src: int, nbytes: int, count: int, order: int, stream: int) -> None:
         """Copy `count` blocks on `stream`, which is not the default one, as vLLM's releases do.
@@ -269,7 +270,7 @@ class Driver:
         at = ctypes.byref
         code = self._batch()(dst, src, nbytes, count, at(attributes), at(first), 1, at(failed), stream)
         if code:
-            self._check(f"cuMemcpyBatchAsync, copy {failed.value} of {count}", code)
+            self.check(f"cuMemcpyBatchAsync, copy {failed.value} of {count}", code)
 
     def has_memcpy_batch(self) -> bool:
         try:
@@ -296,7 +297,8 @@ class Driver:
         found: Callable[..., int] = prototype(address.value)
         return found
 
-    def _check(self, function: str, code: int) -> None:
+    def check(self, function: str, code: int) -> None:
+        """Raise OSError unless `code`, which `function` returned, is 0."""
         if code:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(name))
@@ -308,13 +310,9 @@ def pinned_range(address: int) -> tuple[int, int, int] | str:
 
     Says why there is none. Raises OSError without a driver.
     """
-    asked = (ctypes.c_int * 4)(_MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
-    answers = (ctypes.c_uint64 * 4)()  # the first is 4 bytes long, the rest 8
-    at = ctypes.addressof(answers)
-    places = (ctypes.c_void_p * 4)(at, at + 8, at + 16, at + 24)
-    code = _driver().cuPointerGetAttributes(ctypes.c_uint(4), asked, places, ctypes.c_uint64(address))
-    if code:
-        return f"host memory is unknown to the driver (cuPointerGetAttributes: {code})"
+    answers = _pointer_attributes(address, _MEMORY_TYPE, _DEVICE_POINTER, _RANGE_START, _RANGE_SIZE)
+    if isinstance(answers, int):
+        return f"host memory is unknown to the driver (cuPointerGetAttributes: {answers})"
     kind, device_address, start, size = answers
     if kind != _HOST_MEMORY:
         return "host memory is not pinned"
@@ -323,3 +321,29 @@ def pinned_range(address: int) -> tuple[int, int, int] | str:
     if not start <= address < start + size:
         return "host memory is pinned, but the driver does not say how far"
     return start, start + size, device_address - address
+
+
+def device_range(address: int) -> tuple[int, int, int] | str:
+    """The allocation [start, end) around an address in device memory, and the index of its device.
+
+    Says why there is none. Raises OSError without a driver.
+    """
+    answers = _pointer_attributes(address, _MEMORY_TYPE, _DEVICE_ORDINAL, _RANGE_START, _RANGE_SIZE)
+    if isinstance(answers, int):
+        return f"device memory is unknown to the driver (cuPointerGetAttributes: {answers})"
+    kind, index, start, size = answers
+    if kind != _DEVICE_MEMORY:
+        return "not an address in device memory"
+    if not start <= address < start + size:
+        return "device memory of which the driver does not say how far it reaches"
+    return start, start + size, index
+
+
+def _pointer_attributes(address: int, *attributes: int) -> tuple[int, ...] | int:
+    """Four attributes of an address, or the driver's error code."""
+    asked = (ctypes.c_int * 4)(*attributes)
+    answers = (ctypes.c_uint64 * 4)()  # some are 4 bytes long, the rest 8
+    at = ctypes.addressof(answers)
+    places = (ctypes.c_void_p * 4)(at, at + 8, at + 16, at + 24)
+    code: int = _driver().cuPointerGetAttributes(ctypes.c_uint(4), asked, places, ctypes.c_uint64(address))
+    return code or tuple(answers)

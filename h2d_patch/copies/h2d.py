@@ -14,8 +14,10 @@ from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring,
 # From here on, or from a quarter of the ring on, in parts: the first is on its way while the second is copied into it.
 _IN_PARTS_BYTES: Final = 16 << 20
 _PART_BYTES: Final = 8 << 20
-# From here on concatenated into the ring itself: below, torch.cat takes less time than a look at each tensor.
-_GATHERED_BYTES: Final = 512 << 10
+# From here on, in tensors of that size, concatenated into the ring itself: below, torch.cat takes less time than a look
+# at each tensor.
+_GATHERED_BYTES: Final = 1 << 20
+_GATHERED_TENSOR_BYTES: Final = 32 << 10
 _MOST_PITCH: Final = 1 << 31  # of cudaMemcpy2D
 
 NOT_FROM_CPU: Final = Declined("source is not a CPU tensor", counted=False)
@@ -171,7 +173,6 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
         or source.layout is not _STRIDED
         or source.is_nested
         or source.dtype not in _DTYPES
-        or not source.is_contiguous()
         or source.is_neg()
         or source.is_conj()
         or source.has_names()
@@ -181,10 +182,12 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
     address = source.data_ptr()
     if not 0 < nbytes <= lane.most or not address:
         return None
+    contiguous = source.is_contiguous()
     if lane.pinned(address):
-        return ASYNCHRONOUS_ALREADY
+        return ASYNCHRONOUS_ALREADY if contiguous else None
     result = _empty_like(source, device=ring.device)
-    if type(result) is not _Tensor:  # a mode that makes up tensors is on
+    # Not a tensor: a mode that makes up tensors is on. Other strides: the source has gaps.
+    if type(result) is not _Tensor or not (contiguous or result.stride() == source.stride()):
         return None
     return None if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1) else result
 
@@ -370,7 +373,8 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
     ring, dtype = _ring_to(args, kwargs)
     if type(ring) is Declined:
         return ring
-    if len(tensors) * first.nbytes < _GATHERED_BYTES or not _end_to_end(tensors, dim):
+    each = first.nbytes
+    if each < _GATHERED_TENSOR_BYTES or len(tensors) * each < _GATHERED_BYTES or not _end_to_end(tensors, dim):
         return _stage(torch.cat(tensors, dim=dim), ring, dtype)
     sizes = [tensor.nbytes for tensor in tensors]
     shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])

@@ -1,4 +1,5 @@
-/* Copies within host memory by several threads, and the lane: a small ring for small copies, served in one call.
+/* Copies within host memory by several threads; the lane, a small ring for small copies, served in one call; and the
+ * descriptors of a swap of blocks.
  *
  * Compiled at device start-up by h2d_patch/copies/native.py, which says what is called how; without a compiler, or where
  * anything else is wrong, Python does the same with one thread. Calls nothing but libc and the functions of the CUDA
@@ -12,15 +13,19 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <string.h>
+#include <time.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
 enum { HOST_TO_DEVICE = 1, HOST_MEMORY = 1, RELAXED_CAPTURE = 2 }; /* the runtime's numbers */
-enum { MOST_THREADS = 64, SPINS = 20000, ALONE = 256, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
-enum { NOT_HERE = -1, CAPTURING = -2 };
+enum { MOST_THREADS = 64, SPINS = 1000, ALONE = 256, MOST_LANES = 64, SEGMENTS = 8, ALIGNMENT = 256 };
+enum { NOT_HERE = -1, CAPTURING = -2, NEGATIVE = -3, OUTSIDE = -4 };
+enum { SHARE = 1024 }; /* as in swap.py */
 static const size_t SMALLEST_CHUNK = 64 << 10;
+static const long LATE_NS = 200 * 1000;
 static const size_t IN_CACHE = 32 << 10;  /* below, what is used again and again stays in the caches */
 static const size_t PAST_CACHES = 4 << 10; /* shorter runs are not worth going past them */
 
@@ -149,13 +154,21 @@ static void *help(void *argument)
     return NULL;
 }
 
-static void wait_for_helpers(void)
+static long now_ns(void)
 {
-    unsigned spins = 0;
-    for (; atomic_load(&active); spins++)
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+/* `own_ns`: how long this thread's own chunks took, of which there are some four for each that a helper has left. */
+static void wait_for_helpers(long own_ns)
+{
+    long began = now_ns();
+    for (unsigned spins = 0; atomic_load(&active); spins++)
         if (spins > SPINS)
             sched_yield();
-    if (spins > SPINS)
+    if (now_ns() - began > own_ns + LATE_NS)
         alone = ALONE; /* one was interrupted in the middle of a chunk: CPUs are short */
 }
 
@@ -202,11 +215,13 @@ static void copy_job(struct job job, int helpers)
     generation++;
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
+    long began = now_ns();
     copy_chunks(&job);
+    long own_ns = now_ns() - began;
     pthread_mutex_lock(&lock);
     wanted = 0; /* whoever wakes late stays out */
     pthread_mutex_unlock(&lock);
-    wait_for_helpers();
+    wait_for_helpers(own_ns);
     pthread_mutex_unlock(&in_use);
 }
 
@@ -366,6 +381,102 @@ int h2d_pinned(const void *address)
         return 0;
     }
     return attributes[0] == HOST_MEMORY;
+}
+
+/* What a swap may touch: one device range; of the host, `number` ranges, sorted, each with what to add for the device. */
+struct touchable {
+    int64_t device_start, device_end;
+    const int64_t *starts, *ends, *shifts;
+    int64_t number;
+};
+
+/* A kernel, and how to launch it: swap_bulk.cu's arguments come with it. */
+struct kernel {
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+    void *function;
+    uint64_t stage_bytes, stages, shared;
+};
+
+static int inside(int64_t start, int64_t end, int64_t at, int64_t bytes)
+{
+    return at >= start && (int64_t)((uint64_t)end - (uint64_t)at) >= bytes;
+}
+
+/* The range that holds `bytes` from `at`, looked for from the one before on; -1: none. */
+static int64_t range_of(const struct touchable *may, int64_t before, int64_t at, int64_t bytes)
+{
+    if (!inside(may->starts[before], may->ends[before], at, bytes)) {
+        int64_t low = 0, high = may->number;
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            if (may->starts[middle] <= at)
+                low = middle;
+            else
+                high = middle;
+        }
+        before = low;
+    }
+    return inside(may->starts[before], may->ends[before], at, bytes) ? before : -1;
+}
+
+/* Where the shares of `programs` begin, and the last ends: (block, offset in it), as swap.py's _cuts. */
+static void cut(const int64_t *lengths, int64_t blocks, int64_t total, int64_t programs, int64_t *cuts)
+{
+    int64_t share = (total + programs * SHARE - 1) / (programs * SHARE) * SHARE, block = 0, start = 0;
+    for (int64_t program = 0; program <= programs; program++) {
+        int64_t at = program * share < total ? program * share : total;
+        while (block < blocks && start + lengths[block] <= at)
+            start += lengths[block++];
+        cuts[2 * program] = block;
+        cuts[2 * program + 1] = (at - start) & ~(int64_t)15;
+    }
+}
+
+int64_t h2d_total(const int64_t *lengths, size_t blocks)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < blocks; i++)
+        total += (uint64_t)lengths[i];
+    return (int64_t)total;
+}
+
+/* The descriptors of `blocks` blocks, `total` bytes together, and the cuts of `programs` behind them, to `out`, as
+ * swap_bulk.cu reads them; then its launch on `stream`, unless `kernel` is NULL.
+ * Returns 0; the driver's error; NEGATIVE or OUTSIDE for what no kernel may touch, nothing being done. */
+int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths, int64_t blocks, int64_t total,
+             int gpu_to_cpu, const struct touchable *may, int64_t programs, int64_t *out, const struct kernel *kernel,
+             void *stream)
+{
+    const int64_t *host = gpu_to_cpu ? writes : reads, *device = gpu_to_cpu ? reads : writes;
+    int64_t signs = 0, range = 0;
+    int wrong = may->number < 1;
+    for (int64_t i = 0; i < blocks; i++)
+        signs |= reads[i] | writes[i] | lengths[i];
+    if (signs < 0)
+        return NEGATIVE;
+    for (int64_t i = 0; i < blocks; i++)
+        wrong |= !inside(may->device_start, may->device_end, device[i], lengths[i]);
+    if (wrong)
+        return OUTSIDE;
+    memcpy(out, reads, (size_t)blocks * sizeof *out);
+    memcpy(out + blocks, writes, (size_t)blocks * sizeof *out);
+    memcpy(out + 2 * blocks, lengths, (size_t)blocks * sizeof *out);
+    int64_t *shifted = gpu_to_cpu ? out + blocks : out;
+    for (int64_t i = 0; i < blocks; i++) {
+        range = range_of(may, range, host[i], lengths[i]);
+        if (range < 0)
+            return OUTSIDE;
+        shifted[i] += may->shifts[range];
+    }
+    int64_t *cuts = out + 3 * blocks;
+    cut(lengths, blocks, total, programs, cuts);
+    if (!kernel)
+        return 0;
+    uint64_t count = (uint64_t)blocks;
+    unsigned stage_bytes = (unsigned)kernel->stage_bytes, stages = (unsigned)kernel->stages;
+    void *arguments[] = {&out, &count, &cuts, &stage_bytes, &stages};
+    return kernel->launch(kernel->function, (unsigned)programs, 1, 1, 32, 1, 1, (unsigned)kernel->shared, stream,
+                          arguments, NULL);
 }
 
 #ifdef H2D_PYTHON /* the two that most calls need, as functions of Python's own, which take half as long to call */

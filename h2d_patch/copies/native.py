@@ -39,6 +39,8 @@ PARALLEL_BYTES: Final = 1 << 20  # below, waking threads takes as long as it sav
 # What `send` answers beside 0 and CUDA's error codes.
 NOT_HERE: Final = -1
 CAPTURING: Final = -2
+NEGATIVE: Final = -3
+OUTSIDE: Final = -4
 
 SEGMENTS: Final = 8  # of a lane
 RUNTIME: Final = (  # what the library calls, in its order
@@ -75,6 +77,14 @@ class Native:
         library.h2d_pinned.argtypes = [address]
         library.h2d_gather.argtypes = [address, address, address, size, number]
         library.h2d_gather.restype = None
+        library.h2d_total.argtypes = [address, size]
+        library.h2d_total.restype = ctypes.c_int64
+        signed = ctypes.c_int64
+        library.h2d_swap.argtypes = [
+            address, address, address, signed, signed, number, address, signed, address, address, address
+        ]  # fmt: skip
+        self.total: Callable[[int, int], int] = library.h2d_total  # of int64 numbers at an address
+        self.swap: Callable[..., int] = library.h2d_swap  # as in native.c
         self._library = library
         # (dst, src, pitch, width, rows, helpers)
         self.copy: Callable[[int, int, int, int, int, int], None] = library.h2d_copy

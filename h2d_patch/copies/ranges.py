@@ -24,7 +24,8 @@ class Ranges:
             else:
                 merged.append([start, end, shift])
         self.merged: Final = [(start, end, shift) for start, end, shift in merged]
-        self._starts, self._ends, self._shifts = np.array(merged, dtype=np.int64).reshape(-1, 3).T
+        self._starts, self._ends, self._shifts = np.ascontiguousarray(np.array(merged, dtype=np.int64).reshape(-1, 3).T)
+        self.arrays: Final = self._starts, self._ends, self._shifts
         self._shifted: Final = bool(self._shifts.any())
 
     def hold(self, starts: Any, lengths: Any) -> Any:
@@ -64,6 +65,13 @@ class Swappable:
         self.host: Final = host
         self.device: Final = device
         self.index: Final = index
+        starts, ends, shifts = host.arrays
+        whole = (device.merged[0][0], device.merged[-1][1]) if device.merged else (0, 0)
+        # As native.c has it. The arrays live as long as the ranges.
+        self._numbers: Final = np.array(
+            [*whole, starts.ctypes.data, ends.ctypes.data, shifts.ctypes.data, len(starts)], dtype=np.int64
+        )
+        self.address: Final[int] = self._numbers.ctypes.data
 
 
 class Checked:

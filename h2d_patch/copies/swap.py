@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
+from h2d_patch.copies import native
 from h2d_patch.copies.call import Binder, Declined, falling_back
 from h2d_patch.copies.cuda import pinned_range
 from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile, default
@@ -24,7 +26,7 @@ _OUTSIDE: Final = Declined("an address outside the tensors of the swap")
 _DEVICE: Final = Declined("the tensors are not on the current device")
 _NOTHING: Final = Declined("no bytes to copy", counted=False)
 
-_SHARE_BYTES: Final = 1024  # the share of each program is a multiple of it, but for the last
+_SHARE_BYTES: Final = 1024  # the share of each program is a multiple of it, but for the last; as in native.c
 
 _checked = Checked()
 
@@ -101,7 +103,7 @@ def _try(kernels: Kernels, choice: Choice, width: int = 16) -> None:
 
 
 def _launch(
-    kernels: Kernels, choice: Choice, descriptors: torch.Tensor, blocks: int, odd: int, mean: int, stream: int
+    kernels: Kernels, choice: Choice, descriptors: torch.Tensor, blocks: int, odd: int, mean: float, stream: int
 ) -> None:
     """`descriptors`: int64, as in swap_bulk.cu, with the cuts behind them."""
     at = 3 * blocks
@@ -145,15 +147,15 @@ def swap_blocks(
     `src`, `dst`, `sizes`: CPU tensors, int64 `[n]`, read before this returns. All blocks lie inside `src_tensors` and
     `dst_tensors`; those on the CPU are 2-D, rows of bytes, maybe views of a larger region that is pinned in part.
     """
-    if not all(_descriptor(tensor) for tensor in (src, dst, sizes)) or not len(src) == len(dst) == len(sizes):
+    if not (_descriptor(src) and _descriptor(dst) and _descriptor(sizes) and len(src) == len(dst) == len(sizes)):
         return _FORM
     host, device = (dst_tensors, src_tensors) if gpu_to_cpu else (src_tensors, dst_tensors)
-    return swap_arrays(
-        src.numpy(),
-        dst.numpy(),
-        sizes.numpy(),
+    return _swap(
+        (src.data_ptr(), dst.data_ptr(), sizes.data_ptr()),
+        len(src),
         gpu_to_cpu,
         lambda ring: _checked.swappable(host, device, pinned_range if ring.device.type == "cuda" else None),
+        None,
     )
 
 
@@ -167,11 +169,23 @@ def swap_arrays(
 ) -> Declined | None:
     """Copy `lengths[i]` bytes from address `reads[i]` to `writes[i]` on the current stream, or say why not.
 
-    `reads`, `writes`, `lengths`: int64 arrays `[n]`, read before this returns. `touchable` says which addresses a
-    kernel may touch between host and the device of a ring, or why none. Without `choice`, the profile's.
+    `reads`, `writes`, `lengths`: int64 arrays `[n]`, dense, read before this returns. `touchable` says which addresses
+    a kernel may touch between host and the device of a ring, or why none. Without `choice`, the profile's.
     """
-    blocks = len(reads)
-    total = int(lengths.sum())
+    addresses = (reads.ctypes.data, writes.ctypes.data, lengths.ctypes.data)
+    return _swap(addresses, len(reads), gpu_to_cpu, touchable, choice)
+
+
+def _swap(
+    rows: tuple[int, int, int],
+    blocks: int,
+    gpu_to_cpu: bool,
+    touchable: Callable[[Ring], Swappable | str],
+    choice: Choice | None,
+) -> Declined | None:
+    """The same with the addresses of the three arrays."""
+    library = native.loaded
+    total = library.total(rows[2], blocks) if library is not None else int(_array(rows[2], blocks).sum())
     if not total:
         return _NOTHING
     ring = current_ring()
@@ -181,35 +195,65 @@ def swap_arrays(
     if isinstance(kernels, str):
         return Declined(f"no swap kernel: {kernels}")
     mean = total / blocks
-    choice = choice or kernels.profile.choose(gpu_to_cpu, mean, blocks)
+    if choice is None:
+        choice = kernels.profile.choose(gpu_to_cpu, mean, blocks)
     if choice.path == DRIVER:
         return DRIVER_PAYS
-    if min(int(reads.min()), int(writes.min()), int(lengths.min())) < 0:
-        return _NUMBERS
     found = touchable(ring)
     if isinstance(found, str):
         return Declined(found)
     if found.index != ring.device.index:
         return _DEVICE
-    on_host, on_device = (writes, reads) if gpu_to_cpu else (reads, writes)
-    if not (found.host.hold_all(on_host, lengths) and found.device.span_all(on_device, lengths)):
-        return _OUTSIDE  # on the device: the original would go wrong there as well
-    if gpu_to_cpu:
-        writes = found.host.shifted(writes)
-    else:
-        reads = found.host.shifted(reads)
-    cuts = _cuts(lengths, choice.programs)
-    piece = ring.reserve(8 * (3 * blocks + cuts.size))
+    numbers = 3 * blocks + 2 * (choice.programs + 1)
+    piece = ring.reserve(8 * numbers)
     if type(piece) is Declined:
         return piece
     with piece:
-        described = piece.view(torch.int64, (3 * blocks + cuts.size,), (1,))
-        numbers = described.numpy()
-        np.concatenate((reads, writes, lengths, cuts.ravel()), out=numbers)
-        odd = int(np.bitwise_or.reduce(numbers[: 3 * blocks])) if choice.path == TRITON else 0
-        piece.submitted = True
-        _launch(kernels, choice, described, blocks, odd, round(mean), piece.stream)
+        bulk = kernels.bulk if choice.path == BULK else None
+        if library is not None:
+            kernel = bulk.kernel(mean) if bulk is not None else None
+            code = library.swap(
+                *rows, blocks, total, gpu_to_cpu, found.address, choice.programs, piece.address, kernel, piece.stream
+            )
+            if code < 0:
+                return _NUMBERS if code == native.NEGATIVE else _OUTSIDE
+            piece.submitted = True
+            if bulk is not None:
+                if code:
+                    bulk.check("cuLaunchKernel", code)
+                return None
+        else:
+            declined = _describe(rows, blocks, gpu_to_cpu, found, choice.programs, piece.address)
+            if declined is not None:
+                return declined
+            piece.submitted = True
+        described = piece.view(torch.int64, (numbers,), (1,))
+        odd = int(np.bitwise_or.reduce(described.numpy()[: 3 * blocks])) if bulk is None else 0
+        _launch(kernels, choice, described, blocks, odd, mean, piece.stream)
     return None
+
+
+def _describe(
+    rows: tuple[int, int, int], blocks: int, gpu_to_cpu: bool, may: Swappable, programs: int, at: int
+) -> Declined | None:
+    """Descriptors and cuts, to address `at`, as native.c does it."""
+    reads, writes, lengths = (_array(row, blocks) for row in rows)
+    if min(int(reads.min()), int(writes.min()), int(lengths.min())) < 0:
+        return _NUMBERS
+    on_host, on_device = (writes, reads) if gpu_to_cpu else (reads, writes)
+    if not (may.host.hold_all(on_host, lengths) and may.device.span_all(on_device, lengths)):
+        return _OUTSIDE  # on the device: the original would go wrong there as well
+    if gpu_to_cpu:
+        writes = may.host.shifted(writes)
+    else:
+        reads = may.host.shifted(reads)
+    cuts = _cuts(lengths, programs).ravel()
+    np.concatenate((reads, writes, lengths, cuts), out=_array(at, 3 * blocks + len(cuts)))
+    return None
+
+
+def _array(address: int, number: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_int64 * number).from_address(address))
 
 
 def _cuts(lengths: Any, programs: int) -> Any:

@@ -8,6 +8,7 @@ under queued work and its sources are overwritten at once: the result must be th
 from __future__ import annotations
 
 import ast
+import builtins
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -106,7 +107,7 @@ def _forms(
             import torch
 
             functions = {name: function.bind(ledger) for name, function in exports.items()} if bind else {}
-            return eval(code, {"__builtins__": {}, "torch": torch, **functions, **made.names})
+            return eval(code, {"__builtins__": builtins, "torch": torch, **functions, **made.names})
 
         return form
 

@@ -10,11 +10,13 @@ The right side may use numbers, strings, lists, tuples, dictionaries, names give
     nested()                                 lists, tuples and dictionaries of tensors of every kind, and other leaves
     consume                                  a function that copies the tensors it is called with to the device
     blocks(number, bytes)                    scattered blocks of host and device memory, as a KV swap sees them
+    layers(number, bytes)                    pairs of tensors, and a mapping of `number` blocks in each
 """
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import random
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-VOCABULARY = ("size", "tensor", "buffer", "on_device", "device", "nested", "consume", "blocks")
+VOCABULARY = ("size", "tensor", "buffer", "on_device", "device", "nested", "consume", "blocks", "layers")
 _NODES = (
     ast.Call, ast.keyword, ast.Name, ast.Attribute, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp,
     ast.unaryop, ast.BinOp, ast.operator, ast.expr_context,
@@ -152,24 +154,18 @@ class StandIns:
     def blocks(self, number: int, size: int) -> SimpleNamespace:
         """Host and device memory of twice `number` blocks of `size` bytes, and a random pairing of `number` of each.
 
-        Host to device or device to host, by the seed. `copy` is the plain way, one copy a block. On the CPU there are
-        few and small ones: a parallel loop of torch's would start threads, which a process that forks must not have.
+        Host to device or device to host, by the seed. `copy` is the plain way, one copy a block, and `copy_arrays` the
+        same with addresses of arrays. On the CPU there are few and small ones: a parallel loop of torch's would start
+        threads, which a process that forks must not have.
         """
         torch = self._torch
         if self.device.type == "cpu":
             number, size = min(number, 32), min(size, 256)
         to_cpu = bool(self._random.getrandbits(1))
-        host = self.tensor(2 * number, size, dtype="int8", pinned=True)
-        device = torch.zeros_like(host, device=self.device)
-        source, destination = (device, host) if to_cpu else (host, device)
-        if to_cpu:
-            device.copy_(host)
-            host.zero_()
-        # The host memory of a swap is not overwritten behind a running copy: vLLM waits for the job's event.
-        self.sources = [kept for kept in self.sources if kept is not host]
-        self.destinations.append(destination)
-        picked = [torch.randperm(2 * number, generator=self._generator, device="cpu")[:number] for _ in range(2)]
+        source, destination = self._sides((2 * number, size), to_cpu)
+        picked = [self._picked(number) for _ in range(2)]
         src, dst = (side.data_ptr() + rows * size for side, rows in zip((source, destination), picked, strict=True))
+        sizes = torch.full((number,), size, dtype=torch.int64, device="cpu")
 
         def copy(src: Any, dst: Any, sizes: Any, **_: Any) -> None:
             for start, end, length in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
@@ -177,12 +173,76 @@ class StandIns:
                 to_row, to_column = divmod(end - destination.data_ptr(), size)
                 destination[to_row, to_column : to_column + length].copy_(source[row, column : column + length])
 
+        def copy_arrays(dst: int, src: int, sizes: int, count: int, *_: Any) -> int:
+            batch = ((ctypes.c_int64 * count).from_address(address) for address in (src, dst, sizes))
+            copy(*(torch.tensor(list(column), dtype=torch.int64, device="cpu") for column in batch))
+            return 0
+
+        def array(values: Any) -> Any:
+            return values.numpy().astype("uint64")
+
+        bases = (array(torch.tensor([side.data_ptr()], device="cpu")) for side in (source, destination))
+        stream = 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
         return SimpleNamespace(
             src=src,
             dst=dst,
-            sizes=torch.full((number,), size, dtype=torch.int64, device="cpu"),
+            sizes=sizes,
             src_tensors=[source],
             dst_tensors=[destination],
             gpu_to_cpu=to_cpu,
             copy=copy,
+            arrays=SimpleNamespace(src=array(src), dst=array(dst), sizes=array(sizes)),
+            params=SimpleNamespace(**dict(zip(("src_bases", "dst_bases"), bases, strict=True)), stream_handle=stream),
+            copy_arrays=copy_arrays,
+            number=number,
         )
+
+    def layers(self, number: int, size: int) -> SimpleNamespace:
+        """Three pairs of tensors of twice `number` blocks of `size` bytes, the middle pair of keys and values, and a
+        random mapping of `number` blocks to as many. Smaller on the CPU, and with a direction, as `blocks`.
+
+        `swap` and `swap_sized` are what a release calls for a pair, the latter with the bytes of a block. `parts` are
+        the pairs with keys and values apart.
+        """
+        if self.device.type == "cpu":
+            number, size = min(number, 12), min(size, 256)
+        to_cpu = bool(self._random.getrandbits(1))
+        shapes = ((2 * number, size), (2, 2 * number, size), (2 * number, size))
+        pairs = [self._sides(shape, to_cpu) for shape in shapes]
+        parts = [part for pair in pairs for part in (zip(*pair, strict=True) if pair[0].dim() == 3 else [pair])]
+
+        def swap_sized(src: torch.Tensor, dst: torch.Tensor, size: int, mapping: torch.Tensor) -> None:
+            src, dst = src.view(-1), dst.view(-1)
+            for read, write in mapping.tolist():
+                dst[write * size : (write + 1) * size].copy_(src[read * size : (read + 1) * size])
+
+        def swap(src: torch.Tensor, dst: torch.Tensor, mapping: torch.Tensor) -> None:
+            swap_sized(src, dst, src.stride(0), mapping)
+
+        return SimpleNamespace(
+            src_tensors=[src for src, _ in pairs],
+            dst_tensors=[dst for _, dst in pairs],
+            halved=[src.dim() == 3 for src, _ in pairs],
+            parts=SimpleNamespace(src=[src for src, _ in parts], dst=[dst for _, dst in parts]),
+            sizes=[size for _ in parts],
+            mapping=self._torch.stack([self._picked(number) for _ in range(2)], dim=1),
+            swap=swap,
+            swap_sized=swap_sized,
+        )
+
+    def _picked(self, number: int) -> torch.Tensor:
+        """`number` of twice as many blocks, in random order."""
+        return self._torch.randperm(2 * number, generator=self._generator, device="cpu")[:number]
+
+    def _sides(self, shape: tuple[int, ...], to_cpu: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random bytes on one side of a swap, and zeros on the other."""
+        host = self.tensor(*shape, dtype="int8", pinned=True)
+        device = self._torch.zeros_like(host, device=self.device)
+        source, destination = (device, host) if to_cpu else (host, device)
+        if to_cpu:
+            device.copy_(host)
+            host.zero_()
+        # The host memory of a swap is not overwritten behind a running copy: vLLM waits for the job's event.
+        self.sources = [kept for kept in self.sources if kept is not host]
+        self.destinations.append(destination)
+        return source, destination

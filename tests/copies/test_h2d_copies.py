@@ -139,6 +139,7 @@ def test_cat_to_device_gives_the_bytes_and_strides_of_cat(gathered, data):
             pieces.append(piece[tuple(slice(0, 2 * n, 2) for n in shape)])
     with forced_staging(1 << 16), pytest.MonkeyPatch.context() as patch:
         patch.setattr(h2d, "_GATHERED_BYTES", gathered)
+        patch.setattr(h2d, "_GATHERED_TENSOR_BYTES", 0)
         ours = h2d.cat_to_device(pieces, CPU, dim=dim)
     theirs = torch.cat(pieces, dim=dim)
     if theirs.numel():
@@ -261,6 +262,7 @@ def test_shapes_that_copy_would_broadcast_or_refuse_are_left_to_it(ledger):
 @pytest.mark.parametrize("gathered", [0, 1 << 30])
 def test_unlike_pieces_are_left_to_cat(ledger, monkeypatch, pieces, dim, gathered):
     monkeypatch.setattr(h2d, "_GATHERED_BYTES", gathered)
+    monkeypatch.setattr(h2d, "_GATHERED_TENSOR_BYTES", 0)
     with forced_staging(1 << 12):
         ours = copies.cat_to_device.bind(ledger)(pieces, "cpu", dim=dim)
     theirs = torch.cat(pieces, dim=dim)
@@ -315,6 +317,7 @@ def test_full_and_too_small_staging_leave_the_copy_to_the_original(ledger, make_
 )
 def test_more_than_a_quarter_of_the_ring_goes_in_pieces_of_at_most_that(make_ring, held, force, monkeypatch, copy):
     monkeypatch.setattr(h2d, "_GATHERED_BYTES", 0)
+    monkeypatch.setattr(h2d, "_GATHERED_TENSOR_BYTES", 0)
     ring = force(make_ring(4096))
     sizes = []
     reserve = ring.reserve

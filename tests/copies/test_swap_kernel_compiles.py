@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(swap_kernel.interpreted(), reason="TRITON_INTERP
 
 
 def ptx(width):
-    constants = {"WIDTH": width, "CHUNK_WORDS": swap_kernel.CHUNK_BYTES // 8}
-    signature = {"descriptors": "*i64", "blocks": "i32", **dict.fromkeys(constants, "constexpr")}
+    constants = swap_kernel.constants(width)
+    signature = {"descriptors": "*i64", "blocks": "i32", "cuts": "*i64", **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=swap_kernel.copy_blocks, signature=signature, constexprs=constants)
     options = {"num_warps": swap_kernel.WARPS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
@@ -30,10 +30,13 @@ def test_blocks_aligned_to_16_bytes_move_16_bytes_at_once_both_ways():
     assert re.search(r"st\.global\S*\.v2\.b64|st\.global\S*\.v4\.b32", text)
 
 
-def test_blocks_aligned_to_8_bytes_never_do():
-    assert not re.search(r"(ld|st)\.global\S*\.v\d", ptx(8))
+@pytest.mark.parametrize("width, word", [(8, "b64"), (4, "b32"), (1, "b8")])
+def test_less_aligned_blocks_move_in_words_of_what_they_are_aligned_to(width, word):
+    text = ptx(width)
+    moved = set(re.findall(r"@%p\d+ (?:ld|st)\.global\S*?\.(v\d\.b\d+|b\d+)", text))
+    assert word in moved and not any(kind.startswith("v") for kind in moved), moved
 
 
 def test_no_number_is_compiled_in():
     fixed = {p.name: p.do_not_specialize for p in swap_kernel.copy_blocks.params if not p.is_constexpr}
-    assert fixed == {"descriptors": True, "blocks": True}
+    assert fixed == {"descriptors": True, "blocks": True, "cuts": True}

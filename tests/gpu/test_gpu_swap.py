@@ -12,7 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from h2d_patch import copies
+from h2d_patch.copies import swap
 from h2d_patch.copies.cuda import pinned_range
+from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile
 
 MIB = 1 << 20
 ROWS, ROW, VIEWS = 512, 16 << 10, 2  # a region of 16 MiB, two views of it
@@ -20,6 +22,21 @@ ROWS, ROW, VIEWS = 512, 16 << 10, 2  # a region of 16 MiB, two views of it
 
 def unused(*args, **kwargs):
     pytest.fail("the original ran")
+
+
+def always(choice):
+    return Profile((1,), (1,), {False: [[choice]], True: [[choice]]})
+
+
+@pytest.fixture(params=[Choice(BULK, 5), Choice(TRITON, 5)], ids=lambda choice: choice.path)
+def path(request, ring, monkeypatch):
+    """A kernel that is chosen whatever the batch."""
+    kernels = swap.kernels_on(0)
+    assert isinstance(kernels, swap.Kernels), kernels
+    if request.param.path not in kernels.paths:
+        pytest.skip("this GPU has no bulk copies")
+    monkeypatch.setattr(kernels, "profile", always(request.param))
+    return request.param.path
 
 
 def views(whole):
@@ -104,15 +121,15 @@ def fill(tensor, seed):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("step", [16, 8, 1024], ids=lambda step: f"sizes-of-{step}")
+@pytest.mark.parametrize("step", [16, 8, 4, 1, 1024], ids=lambda step: f"sizes-of-{step}")
 @pytest.mark.parametrize("gpu_to_cpu", [False, True], ids=["load", "store"])
 @pytest.mark.parametrize("memory", [Pinned, in_chunks, in_slots])
-def test_a_swap_copies_every_block_whole_and_nothing_else(gpu, ledger, memory, gpu_to_cpu, step):
+def test_a_swap_copies_every_block_whole_and_nothing_else(gpu, ledger, path, memory, gpu_to_cpu, step):
     with memory() as host:
         sides = (gpu, (host, views(host))) if gpu_to_cpu else ((host, views(host)), gpu)
         (source, source_views), (target, target_views) = sides
         bound = copies.swap_blocks.bind(ledger)
-        for count in (128, 129, 1000):
+        for count in (1, 31, 33, 1000):
             fill(source, 1)
             fill(target, 2)
             src, dst, sizes = batch(source_views, target_views, count, 4096, step, seed=count)
@@ -122,10 +139,48 @@ def test_a_swap_copies_every_block_whole_and_nothing_else(gpu, ledger, memory, g
                 descriptor.zero_()  # at once: the kernel has its own
             torch.cuda.synchronize()
             assert torch.equal(target.cpu(), expected)
-        assert (ledger.calls, ledger.fallbacks) == (3, 0), ledger.reasons
+        assert (ledger.calls, ledger.fallbacks) == (4, 0), ledger.reasons
 
 
-def test_a_swap_does_not_wait_and_is_in_stream_order(gpu, ledger, queue_ms):
+@pytest.mark.parametrize("gpu_to_cpu", [False, True], ids=["load", "store"])
+def test_blocks_of_any_mix_of_sizes_at_any_address(gpu, ledger, path, gpu_to_cpu):
+    """Neighbours that touch, empty ones, one far larger than the rest."""
+    with Pinned() as host:
+        (source, target) = (gpu[0], host) if gpu_to_cpu else (host, gpu[0])
+        bound, everything = copies.swap_blocks.bind(ledger), source.numel()
+        for seed in range(30):
+            rnd = random.Random(seed)
+            fill(source, seed)
+            fill(target, seed + 1)
+            at, rows = rnd.randrange(16), []
+            while at < everything * 3 // 4 and len(rows) < 400:
+                nbytes = rnd.choice([0, 1, 15, 16, 17, 255, 4096, 8008, 8192, rnd.randrange(30000)])
+                nbytes = 5_000_001 if rnd.random() < 0.003 and at < everything // 2 else nbytes
+                rows.append((source.data_ptr() + rnd.randrange(everything - nbytes), target.data_ptr() + at, nbytes))
+                at += nbytes + rnd.choice([0, 0, 1, 16, 1000])
+            rnd.shuffle(rows)
+            src, dst, sizes = (torch.tensor(column, dtype=torch.int64) for column in zip(*rows, strict=True))
+            expected = reference(source, target, src, dst, sizes)
+            bound(unused, src, dst, sizes, gpu_to_cpu, [source], [target])
+            torch.cuda.synchronize()
+            assert torch.equal(target.cpu(), expected), seed
+        assert ledger.fallbacks == 0, ledger.reasons
+
+
+def test_two_hundred_thousand_blocks(gpu, ledger, path):
+    with Pinned() as host:
+        fill(host, 1)
+        places = torch.randperm(host.numel() // 32)[:200_000] * 32
+        src, dst = host.data_ptr() + places, gpu[0].data_ptr() + places.flip(0)
+        bound = copies.swap_blocks.bind(ledger)
+        bound(unused, src, dst, torch.full_like(src, 32), False, [host], [gpu[0]])
+        read, written = host.flatten().view(torch.int64), gpu[0].flatten().cpu().view(torch.int64)
+        for word in range(4):
+            assert torch.equal(written[places.flip(0) // 8 + word], read[places // 8 + word])
+        assert ledger.fallbacks == 0, ledger.reasons
+
+
+def test_a_swap_does_not_wait_and_is_in_stream_order(gpu, ledger, path, queue_ms):
     whole, gpu_views = gpu
     host = torch_pinned()
     bound, side = copies.swap_blocks.bind(ledger), torch.cuda.Stream()
@@ -159,7 +214,9 @@ def test_a_swap_does_not_wait_and_is_in_stream_order(gpu, ledger, queue_ms):
     ids=["not-at-all", "not-the-end", "not-the-middle"],
 )
 @pytest.mark.parametrize("gpu_to_cpu", [False, True], ids=["load", "store"])
-def test_host_memory_that_is_not_pinned_throughout_never_reaches_the_kernel(gpu, ledger, ranges, reason, gpu_to_cpu):
+def test_host_memory_that_is_not_pinned_throughout_never_reaches_the_kernel(
+    gpu, ledger, path, ranges, reason, gpu_to_cpu
+):
     with Registered(ranges) as host:
         sides = (gpu[1], views(host)) if gpu_to_cpu else (views(host), gpu[1])
         src, dst, sizes = batch(*sides, 200, 4096, 16)
@@ -171,7 +228,7 @@ def test_host_memory_that_is_not_pinned_throughout_never_reaches_the_kernel(gpu,
         assert ledger.reasons == [reason]
 
 
-def test_memory_registered_later_is_taken_from_then_on(gpu, ledger):
+def test_memory_registered_later_is_taken_from_then_on(gpu, ledger, path):
     with Registered([]) as host:
         sides = views(host), gpu[1]
         src, dst, sizes = batch(*sides, 64, 4096, 16)
@@ -187,12 +244,25 @@ def test_memory_registered_later_is_taken_from_then_on(gpu, ledger):
         assert ledger.fallbacks == 1
 
 
-def test_sizes_that_no_path_fits_go_to_the_original(gpu, ledger):
+@pytest.mark.parametrize("change", [(0, -(2**63)), (0, 2**63 - 16), (1, 4096), (2, -8)])
+def test_what_no_kernel_may_touch_goes_to_the_original(gpu, ledger, path, change):
     host = torch_pinned()
-    src, dst, sizes = batch(views(host), gpu[1], 64, 4096, 16)
-    sizes[3] = 13
-    copies.swap_blocks.bind(ledger)(lambda *a: None, src, dst, sizes, False, views(host), gpu[1])
-    assert ledger.reasons == ["addresses or sizes are not multiples of 8"]
+    rows = batch(views(host), gpu[1], 64, 4096, 16)
+    column, value = change
+    rows[column][3] = value
+    ran = []
+    copies.swap_blocks.bind(ledger)(lambda *a: ran.append(a), *rows, False, views(host), gpu[1])
+    torch.cuda.synchronize()
+    assert len(ran) == 1 and ledger.fallbacks == 1 and not gpu[0].any()
+
+
+def test_where_the_driver_is_chosen_the_original_runs_and_that_is_no_fallback(gpu, ledger, path, monkeypatch):
+    monkeypatch.setattr(swap.kernels_on(0), "profile", always(Choice(DRIVER)))
+    host = torch_pinned()
+    ran = []
+    rows = batch(views(host), gpu[1], 64, 4096, 16)
+    copies.swap_blocks.bind(ledger)(lambda *a: ran.append(a), *rows, False, views(host), gpu[1])
+    assert len(ran) == 1 and ledger.fallbacks == 0
 
 
 def test_the_driver_says_how_far_pinned_memory_reaches(ring):
@@ -208,22 +278,25 @@ def test_the_driver_says_how_far_pinned_memory_reaches(ring):
     assert pinned_range(torch.zeros(4, device="cuda").data_ptr()) == "host memory is not pinned"
 
 
-def test_no_number_of_blocks_compiles_a_kernel_anew(gpu, ledger):
-    from h2d_patch.copies.swap_kernel import copy_blocks
+@pytest.mark.parametrize("path", [Choice(TRITON, 16)], indirect=True)
+def test_no_number_of_blocks_compiles_a_kernel_anew(gpu, ledger, path, monkeypatch):
+    from h2d_patch.copies.swap_kernel import WIDTHS, copy_blocks
 
     compiled = len(copy_blocks.device_caches[0][0])
-    assert compiled == 2
+    assert compiled == len(WIDTHS)
     host = torch_pinned()
     sides = views(host), gpu[1]
     bound = copies.swap_blocks.bind(ledger)
-    for count in (16, 17, 31, 32, 100, 256, 1001, 4096):
-        for step in (16, 8):
-            bound(unused, *batch(*sides, count, 2048, step), False, *sides)
+    for count in (1, 16, 17, 31, 32, 100, 256, 1001, 4096):
+        for step in (16, 8, 4, 1):
+            for programs in (1, 7, 16, 64):
+                monkeypatch.setattr(swap.kernels_on(0), "profile", always(Choice(TRITON, programs)))
+                bound(unused, *batch(*sides, count, 2048, step), False, *sides)
     torch.cuda.synchronize()
     assert len(copy_blocks.device_caches[0][0]) == compiled and ledger.fallbacks == 0
 
 
-def test_under_graph_capture_the_original_runs(gpu, ledger):
+def test_under_graph_capture_the_original_runs(gpu, ledger, path):
     host = torch_pinned()
     sides = views(host), gpu[1]
     src, dst, sizes = batch(*sides, 64, 4096, 16)
@@ -239,7 +312,7 @@ def test_under_graph_capture_the_original_runs(gpu, ledger):
     assert len(ran) == 1 and ledger.reasons == ["a CUDA graph is being captured"] and x.item() == 1
 
 
-def test_bandwidth_and_host_time_are_shown(gpu, ledger, capsys):
+def test_bandwidth_and_host_time_are_shown(gpu, ledger, path, capsys):
     host = torch_pinned()
     lines = []
     for name, gpu_to_cpu, sides in (("load", False, (views(host), gpu[1])), ("store", True, (gpu[1], views(host)))):
@@ -260,5 +333,5 @@ def test_bandwidth_and_host_time_are_shown(gpu, ledger, capsys):
             rate = size * count / sorted(gpu_times)[10] / 1e6
             lines.append(f"{name} {size >> 10} KiB x {count}: {rate:.1f} GB/s, host {sorted(host_times)[10]:.0f} µs")
     with capsys.disabled():
-        print("\nswap_blocks:", *lines, sep="\n  ")
+        print(f"\nswap_blocks, {path}:", *lines, sep="\n  ")
     assert ledger.fallbacks == 0

@@ -15,7 +15,7 @@ import pytest
 from h2d_patch.cli import main
 from h2d_patch.manifest import load
 from h2d_patch.patching.rewrite import ModuleSource
-from h2d_patch.process import STARTUP_CLASS, STARTUP_METHOD, STARTUP_MODULE
+from h2d_patch.process import STARTUP_CLASS, STARTUP_METHOD, STARTUP_MODULES
 from h2d_patch.report.check import Site, check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,35 +24,73 @@ from fetch_release import fetch  # noqa: E402
 
 pytestmark = pytest.mark.releases
 
-RELEASES = ["0.20.2", "0.22.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.33.0"]
+RELEASES = ["0.11.0", "0.14.1", "0.19.1", "0.20.2", "0.22.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.33.0"]
 A, U, N = "applies", "upstream", "absent"
 # Read off the sources; one row for each target in the order of the manifest, one column for each release above.
 EXPECTED = {
-    "multimodal-h2d inputs:_nested_tensors_h2d": [A, A, A, A, A, U, U],
-    "vision-rope qwen3_vl:Qwen3_VisionTransformer.rot_pos_emb": [A, A, A, A, U, U, U],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.forward": [A, N, N, N, N, N, N],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata": [N, A, A, A, A, U, U],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.rotary_pos_emb_thw": [N, A, A, A, A, U, U],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw": [N, A, A, A, A, U, U],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw (index)": [A, N, N, N, N, N, N],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_image_embeds_evs": [N, A, A, A, A, U, U],
-    "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_video_embeds_evs": [N, A, A, A, A, U, U],
-    "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._postprocess_image_embeds_evs": [N, A, A, A, A, U, U],
-    "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._get_expanded_positions": [N, A, A, A, A, U, U],
-    "vision-h2d qwen2_vl:Qwen2VisionTransformer.forward": [A, N, N, N, N, N, N],
-    "vision-h2d qwen2_vl:Qwen2VisionTransformer.rot_pos_emb": [N, A, A, A, A, U, U],
-    "vision-h2d qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata": [N, A, A, A, A, U, U],
-    "vision-h2d multimodal:MultiModalMixin._get_image_features": [N, N, N, N, N, U, N],
-    "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (M)": [A, A, A, A, U, U, U],
-    "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (XD)": [A, A, A, A, A, N, N],
-    "flashinfer-plan flashinfer:FlashInferMetadataBuilder.build": [A, A, A, A, A, U, U],
-    "flashinfer-plan flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata": [A, A, A, A, A, U, U],
-    "flashinfer-plan prefill:BatchPrefillWithPagedKVCacheWrapper.plan": [N, N, N, N, N, N, N],
-    "flashinfer-plan decode:BatchDecodeWithPagedKVCacheWrapper.plan": [N, N, N, N, N, N, N],
-    "flashinfer-plan decode:fast_decode_plan": [N, N, N, N, N, N, N],
-    "kv-swap cpu_gpu:SingleDirectionOffloadingHandler.transfer_async": [A, N, N, N, N, N, N],
-    "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.21, 0.22)": [N, A, N, N, N, N, N],
-    "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.23 on)": [N, N, A, A, A, A, A],
+    "multimodal-h2d inputs:_nested_tensors_h2d": [N, A, A, A, A, A, A, A, U, U],
+    "vision-rope qwen3_vl:Qwen3_VisionTransformer.rot_pos_emb": [N, A, A, A, A, A, A, U, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.forward": [N, A, A, A, N, N, N, N, N, N],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.rotary_pos_emb_thw": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VisionTransformer.get_rope_by_thw (index)": [N, A, A, A, N, N, N, N, N, N],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_image_embeds_evs": [
+        N,
+        N,
+        N,
+        N,
+        A,
+        A,
+        A,
+        A,
+        U,
+        U,
+    ],
+    "vision-h2d qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_video_embeds_evs": [
+        N,
+        N,
+        N,
+        N,
+        A,
+        A,
+        A,
+        A,
+        U,
+        U,
+    ],
+    "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._postprocess_image_embeds_evs": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d qwen3_vl:Qwen3VLForConditionalGeneration._get_expanded_positions": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d qwen2_vl:Qwen2VisionTransformer.forward": [N, A, A, A, N, N, N, N, N, N],
+    "vision-h2d qwen2_vl:Qwen2VisionTransformer.rot_pos_emb": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata": [N, N, N, N, A, A, A, A, U, U],
+    "vision-h2d multimodal:MultiModalMixin._get_image_features": [N, N, N, N, N, N, N, N, U, N],
+    "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (M)": [A, A, A, A, A, A, A, U, U, U],
+    "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (XD)": [N, A, A, A, A, A, A, A, N, N],
+    "flashinfer-plan flashinfer:FlashInferMetadataBuilder.build": [N, A, A, A, A, A, A, A, U, U],
+    "flashinfer-plan flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata": [
+        N,
+        N,
+        A,
+        A,
+        A,
+        A,
+        A,
+        A,
+        U,
+        U,
+    ],
+    "flashinfer-plan prefill:BatchPrefillWithPagedKVCacheWrapper.plan": [N, N, N, N, N, N, N, N, N, N],
+    "flashinfer-plan decode:BatchDecodeWithPagedKVCacheWrapper.plan": [N, N, N, N, N, N, N, N, N, N],
+    "flashinfer-plan decode:fast_decode_plan": [N, N, N, N, N, N, N, N, N, N],
+    "kv-swap cpu_gpu:CpuGpuOffloadingHandler.transfer_async": [A, N, N, N, N, N, N, N, N, N],
+    "kv-swap cpu_gpu:SingleDirectionOffloadingHandler.transfer_async (0.13, 0.14)": [N, A, N, N, N, N, N, N, N, N],
+    "kv-swap cpu_gpu:SingleDirectionOffloadingHandler.transfer_async (0.15 to 0.19)": [N, N, A, N, N, N, N, N, N, N],
+    "kv-swap cpu_gpu:SingleDirectionOffloadingHandler.transfer_async (0.20)": [N, N, N, A, N, N, N, N, N, N],
+    "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.21, 0.22)": [N, N, N, N, A, N, N, N, N, N],
+    "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.23 on)": [N, N, N, N, N, A, A, A, A, A],
+    "kv-swap cuda_mem_ops:copy_blocks (to 0.28)": [N, N, A, A, A, A, A, A, N, N],
+    "kv-swap cuda_mem_ops:copy_blocks (0.29 on)": [N, N, N, N, N, N, N, N, A, A],
 }
 
 
@@ -73,11 +111,11 @@ def test_each_target_has_the_verdict_that_the_release_s_source_implies(release: 
 
 
 def test_the_device_start_up_is_hooked_at_a_method_that_every_release_has() -> None:
-    module = STARTUP_MODULE.replace(".", "/") + ".py"
     for release in RELEASES:
-        path = fetch(release) / module
-        source = ModuleSource(path.read_bytes(), str(path))
-        assert len(source.named(f"{STARTUP_CLASS}.{STARTUP_METHOD}")) == 1, release
+        paths = [fetch(release) / (module.replace(".", "/") + ".py") for module in STARTUP_MODULES]
+        sources = [ModuleSource(path.read_bytes(), str(path)) for path in paths if path.exists()]
+        found = [source.named(f"{STARTUP_CLASS}.{STARTUP_METHOD}") for source in sources]
+        assert sum(map(len, found)) == 1, release
 
 
 COPY = """            self.mrope_positions.gpu[:, :total_num_scheduled_tokens].copy_(

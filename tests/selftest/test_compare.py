@@ -114,3 +114,28 @@ def test_the_same_seed_makes_the_same_values_in_other_memory() -> None:
 def test_what_is_no_stand_in_is_refused(line: str) -> None:
     with pytest.raises(GivenError):
         parse(line)
+
+
+def one_block_short(name: str) -> Any:
+    """The swap `name` without the block that stands last in its batch or mapping."""
+    original = copies.EXPORTS[name].original
+
+    def attempt(function: Any, *operands: Any, **more: Any) -> Any:
+        if name == "swap_blocks":
+            return original(function, *(column[:-1] for column in operands[:3]), *operands[3:], **more)
+        if name == "swap_tensors":
+            return original(function, *operands[:2], operands[2][:-1], **more)
+        params, *columns, count = operands[:5]
+        return original(function, params, *(column[:-1] for column in columns), count - 1, *operands[5:])
+
+    return attempt
+
+
+SWAPS = {name: target for name, target in TARGETS.items() if "kv-swap" in name}
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_a_swap_that_leaves_out_a_block_fails_the_self_test(name: str) -> None:
+    (put,) = {name for rewrite in SWAPS[name].rewrites for name in rewrite.put.called()}
+    with pytest.raises(SelfTestFailed, match="holds other bytes"):
+        run(SWAPS[name], with_wrong(put, one_block_short(put)), CPU)
