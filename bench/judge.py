@@ -1,11 +1,11 @@
-"""The result files against the targets of [copies], into bench/results/targets.json.
+"""The result files against the targets of [copies] and [kv-swap], into bench/results/targets.json.
 
     python bench/judge.py
 
 Each entry says what was asked, what was found in the worst case, and whether that meets it. Entries of other issues
 stay. A result that is missing, was interrupted, is quick, or was made without a GPU meets nothing. Medians are
-compared; sizes are the bytes that travel, 64 KiB counting as small and 8 MiB as large. Exit status 1 if a target is
-not met.
+compared; sizes are the bytes that travel, 64 KiB counting as small and 8 MiB as large. GB/s are those of the slowest
+cell that a target names. Exit status 1 if a target is not met.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from h2d_patch.bench.heat_map import DIRECTIONS
 from h2d_patch.bench.provenance import as_json
+from h2d_patch.bench.swap_results import CHOSEN, DRIVER_BATCH, name_of
+from h2d_patch.copies.profile import DRIVER, TRITON, Choice
+from h2d_patch.copies.profile_file import parse_choice
 
 RESULTS = Path(__file__).resolve().parent / "results"
-ISSUE = "copies"
+COPIES, KV_SWAP = "copies", "kv-swap"
 # What the original copies with a wait.
 WAITING = ("pageable", "gapped", "transposed", "transposed gapped", "converted", "nested", "cat")
 SMALL, LARGE = 64 << 10, 8 << 20
@@ -46,6 +50,7 @@ class Target:
     target: str
     result: str
     judge: Callable[[dict[str, Any]], Found]
+    issue: str = COPIES
 
 
 # --- copies.json ---
@@ -206,6 +211,203 @@ def first_token(result: dict[str, Any]) -> Found:
     return Found(f"{on} ms, original {off} ms: {name}", on <= off)
 
 
+# --- swap.json ---
+
+KIB = 1 << 10
+MANY = 4096
+MOST_SMS = 8
+
+
+def _choices(row: dict[str, Any]) -> dict[Choice, float]:
+    """GB/s of ours, and of the driver's batch by way of ours: below a few blocks, asking shows."""
+    found = {choice: float(arm["gbps"]) for name, arm in row["arms"].items() if (choice := parse_choice(name))}
+    return {Choice(DRIVER): float(row["arms"][DRIVER_BATCH]["gbps"]), **found}
+
+
+def _kernels(row: dict[str, Any], path: str | None = None, most_sms: int = 1024) -> dict[Choice, float]:
+    found = {
+        choice: gbps
+        for choice, gbps in _choices(row).items()
+        if choice.path != DRIVER and path in (None, choice.path) and choice.programs <= most_sms
+    }
+    if not found:
+        raise Unknown(f"no such path was measured: {name_of(row)}")
+    return found
+
+
+def _swaps(
+    result: dict[str, Any], gpu_to_cpu: bool | None, sizes: tuple[int, ...] | None, counts: Callable[[int], bool]
+) -> list[dict[str, Any]]:
+    """Rows of these `sizes`, or of 8 KiB and more. Each size must be there."""
+
+    def keep(row: dict[str, Any]) -> bool:
+        right_size = row["bytes"] in sizes if sizes else row["bytes"] >= 8 * KIB
+        return gpu_to_cpu in (None, row["gpu_to_cpu"]) and right_size and counts(row["blocks"])
+
+    rows = _rows(result, keep)
+    wanted = {(d, n) for d in ((False, True) if gpu_to_cpu is None else (gpu_to_cpu,)) for n in sizes or ()}
+    if missing := wanted - {(row["gpu_to_cpu"], row["bytes"]) for row in rows}:
+        direction, nbytes = min(missing)
+        raise Unknown(f"not measured: {DIRECTIONS[direction]}, {nbytes} bytes")
+    return rows
+
+
+def _many(blocks: int) -> bool:
+    return blocks >= MANY
+
+
+def _1024(blocks: int) -> bool:
+    return blocks == 1024
+
+
+def _speed(
+    least: float,
+    gpu_to_cpu: bool,
+    sizes: tuple[int, ...] | None,
+    counts: Callable[[int], bool] = _many,
+    path: str | None = None,
+    most_sms: int = MOST_SMS,
+    of_one_copy: bool = False,
+) -> Callable[[dict[str, Any]], Found]:
+    def judge(result: dict[str, Any]) -> Found:
+        limit = float(result["one_copy"][DIRECTIONS[gpu_to_cpu]]["gbps"])
+        best = []
+        for row in _swaps(result, gpu_to_cpu, sizes, counts):
+            kernels = _kernels(row, path, most_sms)
+            choice = max(kernels, key=lambda choice: kernels[choice])
+            best.append((kernels[choice], f"{name_of(row)} by {choice}"))
+        gbps, where = min(best)
+        if of_one_copy:
+            return Found(f"{gbps / limit:.3f} of {limit} GB/s: {where}", gbps / limit >= least)
+        return Found(f"{gbps:.1f} GB/s: {where}", gbps >= least)
+
+    return judge
+
+
+def small_blocks(result: dict[str, Any]) -> Found:
+    found = []
+    for row in _swaps(result, None, (KIB, 2 * KIB), _many):
+        ours, driver = max(_kernels(row).values()), float(row["arms"][DRIVER_BATCH]["gbps"])
+        found.append((ours / driver, f"{ours:.1f} and {driver:.2f} GB/s: {name_of(row)}"))
+    ratio, where = min(found)
+    return Found(f"{ratio:.1f} × ({where})", ratio >= 15)
+
+
+def chosen(result: dict[str, Any]) -> Found:
+    """Against the best path, each asked for through swap_arrays; also said: against the driver's batch at once."""
+    rows = _rows(result, lambda row: True)
+
+    def shares(best: Callable[[dict[str, Any]], float]) -> tuple[float, float, str]:
+        of_best = [(row["arms"][CHOSEN]["gbps"] / best(row), name_of(row)) for row in rows]
+        worst, where = min(of_best)
+        return sum(share >= 0.95 for share, _ in of_best) / len(rows), worst, where
+
+    good, worst, where = shares(lambda row: max(_choices(row).values()))
+    good_alone, worst_alone, where_alone = shares(
+        lambda row: max(*_choices(row).values(), row["arms"][DRIVER_BATCH]["gbps"])
+    )
+    alone = f"beside a driver batch that nobody asks about {good_alone:.1%}, {worst_alone:.2f}: {where_alone}"
+    value = f"0.95 in {good:.1%} of {len(rows)} cells, the worst {worst:.2f}: {where} ({alone})"
+    return Found(value, good >= 0.95 and worst >= 0.85)
+
+
+def beside_multiplications(result: dict[str, Any]) -> Found:
+    found = []
+    for row in _matmul_rows(result):
+        driver = row["arms"][DRIVER_BATCH]["median_ms"]
+        for arm, one in row["arms"].items():
+            if any(swapped > took for swapped, took in zip(one["swapped_after_ms"], one["ms"], strict=True)):
+                if arm != "alone":
+                    raise Unknown(f"{arm}: the multiplications ended before the swaps did")
+            elif arm not in ("alone", DRIVER_BATCH):
+                found.append((one["median_ms"] / driver, f"{arm}, {DIRECTIONS[row['gpu_to_cpu']]}"))
+    if not found:
+        raise Unknown("no kernel was measured beside multiplications")
+    ratio, where = max(found)
+    return Found(f"{ratio:.3f} × the time beside the driver's batch: {where}", ratio <= 1.1)
+
+
+def _matmul_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = result["matmul"]["rows"]
+    if {row["gpu_to_cpu"] for row in rows} != {False, True}:
+        raise Unknown("not measured beside multiplications in both directions")
+    return rows
+
+
+def host_time(result: dict[str, Any]) -> Found:
+    rows = [row for row in result["host_time"] if row["blocks"] == MANY and row["chosen"] != DRIVER]
+    if {row["gpu_to_cpu"] for row in rows} != {False, True}:
+        raise Unknown(f"no host time of {MANY} blocks by a kernel in both directions")
+    worst = max(rows, key=lambda row: row["arms"]["call"]["median_us"])
+    us = worst["arms"]["call"]["median_us"]
+    form = "two sizes" if worst["mixed"] else "one size"
+    return Found(f"{us} µs: {DIRECTIONS[worst['gpu_to_cpu']]}, {form}, {worst['chosen']}", us <= 60)
+
+
+# --- kv_offload.json, kv_offload_0.26.0.json ---
+
+
+def _served(passes: str, least: float) -> Callable[[dict[str, Any]], Found]:
+    """`passes`: "load" or "store", those in which every block is loaded or stored and none the other way."""
+
+    def judge(result: dict[str, Any]) -> Found:
+        if passes not in result.get("passes", {}):
+            raise Unknown("not measured")
+        found = result["passes"][passes]["on_against_off"]["requests_per_s"]
+        low, high = found["interval_95"]
+        value = f"{found['median']} × ({len(found['ratios'])} pairs, 95 % in {low} to {high})"
+        return Found(value, found["median"] >= least)
+
+    return judge
+
+
+_8_TO_24 = tuple(size * KIB for size in (8, 12, 16, 24))
+_TO_GPU, _TO_CPU = False, True
+_FOUR, _EIGHT = (4 * KIB,), (8 * KIB,)
+SWAP_TARGETS = [
+    Target(what, target, "swap.json", judge, KV_SWAP)
+    for what, target, judge in (
+        (
+            "CPU to GPU, 8 to 24 KiB, n ≥ 4096, at most 8 SMs, descriptors included",
+            "50 GB/s",
+            _speed(50, _TO_GPU, _8_TO_24),
+        ),
+        (
+            "CPU to GPU, 8 to 24 KiB, n ≥ 4096, at most 8 SMs, against one large copy",
+            "0.91",
+            _speed(0.91, _TO_GPU, _8_TO_24, of_one_copy=True),
+        ),
+        ("CPU to GPU, 4 KiB, n ≥ 4096, at most 8 SMs", "47 GB/s", _speed(47, _TO_GPU, _FOUR)),
+        ("CPU to GPU, 4 KiB, n = 1024, at most 8 SMs", "42 GB/s", _speed(42, _TO_GPU, _FOUR, _1024)),
+        ("CPU to GPU, 8 KiB, n = 1024, at most 8 SMs", "45 GB/s", _speed(45, _TO_GPU, _EIGHT, _1024)),
+        ("GPU to CPU, 8 KiB and more, n ≥ 4096, at most 8 SMs", "51 GB/s", _speed(51, _TO_CPU, None)),
+        ("GPU to CPU, 4 KiB, n ≥ 4096, at most 8 SMs", "48 GB/s", _speed(48, _TO_CPU, _FOUR)),
+        ("1 and 2 KiB, n ≥ 4096, either direction", "15 × the driver's batch", small_blocks),
+        (
+            "Triton's kernel, CPU to GPU, 8 KiB, n ≥ 4096",
+            "47 GB/s",
+            _speed(47, _TO_GPU, _EIGHT, path=TRITON, most_sms=1024),
+        ),
+        ("the choice against the best path of each cell", "0.95 in 95 % of cells, never under 0.85", chosen),
+        (
+            "multiplications beside a saturating swap, at equal bytes",
+            "at most 1.1 × the time beside the driver's batch",
+            beside_multiplications,
+        ),
+        ("descriptors and host time, n = 4096", "at most 60 µs from call to return", host_time),
+    )
+]
+SERVED_TARGETS = [
+    Target(f"KV offload, vLLM {release}, 8 KiB blocks, only {words}", f"{least} × requests/s", name, judge, KV_SWAP)
+    for release, name, passes, words, least in (
+        ("0.22.1", "kv_offload.json", "load", "loading", 8),
+        ("0.22.1", "kv_offload.json", "store", "storing", 3),
+        ("0.26.0", "kv_offload_0.26.0.json", "load", "loading", 1.35),
+        ("0.26.0", "kv_offload_0.26.0.json", "store", "storing", 3),
+    )
+    for judge in (_served(passes, least),)
+]
+
 TARGETS = (
     Target("any fixed call, 20 ms queued", "at most 2 × idle + 50 µs, at every size", "copies.json", never_waits),
     Target("idle, up to 64 KiB", "original + 8 µs at most", "copies.json", idle_small),
@@ -236,6 +438,8 @@ TARGETS = (
         "multimodal.json",
         first_token,
     ),
+    *SWAP_TARGETS,
+    *SERVED_TARGETS,
 )
 
 
@@ -243,7 +447,7 @@ def judged(directory: Path, targets: Iterable[Target] = TARGETS) -> list[dict[st
     """One entry for each target, from the result files in `directory`."""
     entries = []
     for target in targets:
-        entry: dict[str, Any] = {"issue": ISSUE, "what": target.what, "target": target.target}
+        entry: dict[str, Any] = {"issue": target.issue, "what": target.what, "target": target.target}
         try:
             entry |= asdict(target.judge(_load(directory / target.result)))
         except Unknown as error:
@@ -260,6 +464,8 @@ def _load(path: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Unknown("there is no such result") from None
+    if "complete" not in result:
+        raise Unknown("not measured in this form")
     if not result["complete"] and "loads" not in result:  # each load is a measurement of its own
         wrong = [text for run in result.get("runs", ()) for text in (*run["wrong"], *run["errors"])]
         raise Unknown(_worst("the measurement did not end as it should", wrong))
@@ -277,7 +483,7 @@ def main(arguments: list[str] | None = None) -> int:
     written = directory / "targets.json"
     others = json.loads(written.read_text(encoding="utf-8")) if written.exists() else []
     entries = judged(directory)
-    kept = [entry for entry in others if entry["issue"] != ISSUE]
+    kept = [entry for entry in others if entry["issue"] not in (COPIES, KV_SWAP)]
     written.write_text(as_json(kept + entries), encoding="utf-8")
     for entry in entries:
         found = entry["value"] if entry["value"] is not None else f"unknown: {entry['reason']}"

@@ -102,6 +102,7 @@ class _Run:
             "paths": list(bench.kernels.paths),
             "driver_batch": "cuMemcpyBatchAsync" if self.ground.has_driver_batch else "a copy for each block",
             "profile": bench.profile,
+            "profile_at_start": bench.profile,
             "notes": list(bench.notes),
             "problems": [],
             "one_copy": {},
@@ -120,6 +121,7 @@ class _Run:
                 raise CannotWrite(f"{self.path}: {error.strerror}") from None
 
     def everything(self) -> None:
+        print(*self.result["notes"], sep="\n", end="\n" if self.result["notes"] else "", file=sys.stderr)
         self.one_copy()
         self.calibrate()
         print(f"profile: {self.result['profile']}; driver batch: {self.result['driver_batch']}", flush=True)
@@ -367,8 +369,8 @@ class _Multiply:
     """Multiplications of two bf16 matrices on a stream of their own."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        made = {"dtype": torch.bfloat16, "device": device}
-        self._a, self._b, self._c = (torch.full((size, size), value, **made) for value in (0.01, 0.01, 0.0))
+        # Not of one number each: with those a GPU draws less power, and keeps a higher clock.
+        self._a, self._b, self._c = (torch.randn((size, size), dtype=torch.bfloat16, device=device) for _ in range(3))
         self._on_gpu: Final = device.type == "cuda"
         if self._on_gpu:
             self._stream = torch.cuda.Stream()

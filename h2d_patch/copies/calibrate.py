@@ -39,7 +39,7 @@ QUICK_S: Final = 2.0
 _TO_CLEAN_UP_S: Final = 0.3  # of it
 
 _LEAST_REGION_BYTES: Final = 16 << 20
-_LEAST, _MOST = 3, 9  # repetitions of a cell
+_LEAST, _MOST = 3, 15  # repetitions of a cell
 _SEED: Final = 20
 _VERIFIED_BYTES: Final = 8008  # no multiple of 16
 _VERIFIED_BLOCKS: Final = 1000
@@ -67,6 +67,7 @@ class Batch:
     lengths: Any
     from_slots: Any
     to_slots: Any
+    arrays: tuple[int, int, int]  # where `writes`, `reads` and `lengths` lie
 
     @property
     def total(self) -> int:
@@ -102,6 +103,7 @@ class Ground:
             if torch.cuda.is_current_stream_capturing():
                 raise CannotMeasure("a CUDA graph is being captured")
             self._runtime, self._driver = Runtime(), Driver()
+            self.has_driver_batch = self._driver.has_memcpy_batch()
             self.stream = torch.cuda.Stream()
             stack.enter_context(torch.cuda.stream(self.stream))
             self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -116,7 +118,7 @@ class Ground:
             if isinstance(pinned, str):
                 raise CannotMeasure(pinned)
         else:
-            self.nbytes, self.stream = self._wanted, None
+            self.nbytes, self.stream, self.has_driver_batch = self._wanted, None, False
             self.on_host = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             pinned = (self.on_host.data_ptr(), self.on_host.data_ptr() + self.nbytes, 0)
         generator = torch.Generator(self.device).manual_seed(_SEED)  # vLLM has seeded torch's own
@@ -152,7 +154,8 @@ class Ground:
         ends = (self.on_device, self.on_host) if gpu_to_cpu else (self.on_host, self.on_device)
         reads, writes = (end.data_ptr() + slot * nbytes for end, slot in zip(ends, (source, target), strict=True))
         lengths = np.full(blocks, nbytes, dtype=np.int64)
-        return Batch(gpu_to_cpu, nbytes, blocks, reads, writes, lengths, source, target)
+        arrays = writes.ctypes.data, reads.ctypes.data, lengths.ctypes.data
+        return Batch(gpu_to_cpu, nbytes, blocks, reads, writes, lengths, source, target, arrays)
 
     def touchable(self, ring: object) -> Swappable:
         return self._touchable
@@ -173,15 +176,10 @@ class Ground:
             return
         order, stream = IN_STREAM_ORDER if batch.gpu_to_cpu else ANY_ORDER, self.stream.cuda_stream
         if self.has_driver_batch:
-            writes, reads, lengths = (array.ctypes.data for array in (batch.writes, batch.reads, batch.lengths))
-            self._driver.memcpy_batch(writes, reads, lengths, batch.blocks, order, stream)
+            self._driver.memcpy_batch(*batch.arrays, batch.blocks, order, stream)
         else:
             blocks = (batch.writes.tolist(), batch.reads.tolist(), batch.lengths.tolist())
             self._runtime.copy_each(*blocks, batch.gpu_to_cpu, stream)
-
-    @property
-    def has_driver_batch(self) -> bool:
-        return self.device.type == "cuda" and self._driver.has_memcpy_batch()
 
     def seconds(self, call: Callable[[], object]) -> float:
         """From an event in front of `call` to one behind it, with nothing else on the stream."""

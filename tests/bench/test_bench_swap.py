@@ -234,3 +234,18 @@ def test_the_heat_map_names_choice_and_speed():
 def test_the_order_of_the_arms_is_that_of_the_measurement(measured):
     arms = swap_results.arms_of(json.loads(measured.path.read_text()))
     assert arms[0] == "driver batch" and "chosen" in arms
+
+
+@pytest.mark.parametrize("words", [64, 1024])
+def test_the_kernel_with_upstream_s_settings_compiles_for_a_gpu(words):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from h2d_patch.bench import upstream_swap
+
+    if type(upstream_swap._kernel).__name__ == "InterpretedFunction":
+        pytest.skip("TRITON_INTERPRET is set")
+    signature = {"reads": "*i64", "writes": "*i64", "lengths": "*i64", "blocks": "i32", "WORDS": "constexpr"}
+    source = ASTSource(fn=upstream_swap._kernel, signature=signature, constexprs={"WORDS": words})
+    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
