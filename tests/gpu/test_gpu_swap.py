@@ -117,7 +117,8 @@ def reference(source, target, src, dst, sizes):
 
 def fill(tensor, seed):
     torch.manual_seed(seed)
-    tensor.copy_(torch.randint(-128, 128, tensor.shape, dtype=torch.int8, device="cuda"))
+    made = torch.randint(-128, 128, tensor.shape, dtype=torch.int8, device="cuda")
+    tensor.copy_(made if tensor.is_cuda else made.cpu())  # no copy of CUDA's spans registrations
     torch.cuda.synchronize()
 
 
