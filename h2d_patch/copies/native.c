@@ -399,7 +399,7 @@ struct kernel {
 
 static int inside(int64_t start, int64_t end, int64_t at, int64_t bytes)
 {
-    return at >= start && (int64_t)((uint64_t)end - (uint64_t)at) >= bytes;
+    return (at >= start) & ((int64_t)((uint64_t)end - (uint64_t)at) >= bytes);
 }
 
 /* The range that holds `bytes` from `at`, looked for from the one before on; -1: none. */
@@ -419,12 +419,16 @@ static int64_t range_of(const struct touchable *may, int64_t before, int64_t at,
     return inside(may->starts[before], may->ends[before], at, bytes) ? before : -1;
 }
 
-/* Where `shares` begin, and the last ends: (block, offset in it), as swap.py's _cuts. */
-static void cut(const int64_t *lengths, int64_t blocks, int64_t total, int64_t shares, int64_t *cuts)
+/* Where `shares` begin, and the last ends: (block, offset in it), as swap.py's _cuts. `alike`: all of one length. */
+static void cut(const int64_t *lengths, int64_t blocks, int64_t total, int alike, int64_t shares, int64_t *cuts)
 {
     int64_t share = (total + shares * SHARE - 1) / (shares * SHARE) * SHARE, block = 0, start = 0;
     for (int64_t i = 0; i <= shares; i++) {
         int64_t at = i * share < total ? i * share : total;
+        if (alike) {
+            block = at / lengths[0];
+            start = block * lengths[0];
+        }
         while (block < blocks && start + lengths[block] <= at)
             start += lengths[block++];
         cuts[2 * i] = block;
@@ -448,10 +452,12 @@ int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths
              void *stream)
 {
     const int64_t *host = gpu_to_cpu ? writes : reads, *device = gpu_to_cpu ? reads : writes;
-    int64_t signs = 0, range = 0;
+    int64_t signs = 0, differ = 0, range = 0;
     int wrong = may->number < 1;
-    for (int64_t i = 0; i < blocks; i++)
+    for (int64_t i = 0; i < blocks; i++) {
         signs |= reads[i] | writes[i] | lengths[i];
+        differ |= lengths[i] ^ lengths[0];
+    }
     if (signs < 0)
         return NEGATIVE;
     for (int64_t i = 0; i < blocks; i++)
@@ -462,14 +468,21 @@ int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths
     memcpy(out + blocks, writes, (size_t)blocks * sizeof *out);
     memcpy(out + 2 * blocks, lengths, (size_t)blocks * sizeof *out);
     int64_t *shifted = gpu_to_cpu ? out + blocks : out;
-    for (int64_t i = 0; i < blocks; i++) {
-        range = range_of(may, range, host[i], lengths[i]);
-        if (range < 0)
+    if (may->number == 1 && !may->shifts[0]) {
+        for (int64_t i = 0; i < blocks; i++)
+            wrong |= !inside(may->starts[0], may->ends[0], host[i], lengths[i]);
+        if (wrong)
             return OUTSIDE;
-        shifted[i] += may->shifts[range];
+    } else {
+        for (int64_t i = 0; i < blocks; i++) {
+            range = range_of(may, range, host[i], lengths[i]);
+            if (range < 0)
+                return OUTSIDE;
+            shifted[i] += may->shifts[range];
+        }
     }
     int64_t *cuts = out + 3 * blocks;
-    cut(lengths, blocks, total, shares, cuts);
+    cut(lengths, blocks, total, !differ, shares, cuts);
     if (!kernel)
         return 0;
     uint64_t count = (uint64_t)blocks;

@@ -29,7 +29,7 @@ SOURCE: Final = Path(__file__).with_name("native.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")  # after $CC
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MODULE: Final = "h2d_patch_native"
-_FLAGS: Final = ("-x", "c", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread")
+_FLAGS: Final = ("-x", "c", "-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S: Final = 30.0
 _MOST_HELPERS: Final = 7
 _BYTES_A_HELPER: Final = 256 << 10

@@ -58,7 +58,7 @@ def start_kernels(index: int) -> list[str]:
             if swap_bulk.supported(index):
                 loaded = swap_bulk.Bulk(index)
                 stream = torch.cuda.current_stream().cuda_stream
-                _try(lambda described: loaded.launch(described.data_ptr(), 2, 2, 256, stream), 2 * loaded.warps)
+                _try(lambda described: loaded.launch(described.data_ptr(), 2, 2, stream), 2 * loaded.warps)
                 bulk = loaded
         except Exception as error:
             reasons.append(f"no bulk copies: {_words(error)}")
@@ -191,9 +191,8 @@ def _swap(
     kernels = kernels_for(ring)
     if isinstance(kernels, str):
         return Declined(f"no swap kernel: {kernels}")
-    mean = total / blocks
     if choice is None:
-        choice = kernels.profile.choose(gpu_to_cpu, mean, blocks)
+        choice = kernels.profile.choose(gpu_to_cpu, total / blocks, blocks)
     if choice.path == DRIVER:
         return DRIVER_PAYS
     found = touchable(ring)
@@ -209,7 +208,7 @@ def _swap(
         return piece
     with piece:
         if library is not None:
-            kernel = bulk.kernel(mean) if bulk is not None else None
+            kernel = bulk.kernel if bulk is not None else None
             code = library.swap(
                 *rows, blocks, total, gpu_to_cpu, found.address, shares, piece.address, kernel, piece.stream
             )
@@ -226,7 +225,7 @@ def _swap(
                 return declined
             piece.submitted = True
         if bulk is not None:
-            bulk.launch(piece.address, blocks, choice.programs, mean, piece.stream)
+            bulk.launch(piece.address, blocks, choice.programs, piece.stream)
             return None
         # Of a program of Triton's each block waits for its descriptor, which had better not lie behind the link.
         described = torch.empty(numbers, dtype=torch.int64, device=ring.device)

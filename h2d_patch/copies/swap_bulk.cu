@@ -63,11 +63,9 @@ __device__ __forceinline__ void put(uint64_t target, const void *stage, uint32_t
 
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Descriptors may lie in host memory, and were written just now.
+// Descriptors may lie in host memory. Of a relaxed load each lane's would cross the link by itself.
 __device__ __forceinline__ uint64_t load(const uint64_t *at) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-  return value;
+  return __ldcg(reinterpret_cast<const unsigned long long *>(at));
 }
 
 // The descriptors of 32 blocks in the registers of a warp, and those of the next 32 on their way.

@@ -15,7 +15,8 @@ _FUNCTION: Final = b"h2d_patch_copy_blocks"
 _LEAST_CAPABILITY: Final = (9, 0)
 WARPS: Final = 4  # these two as in swap_bulk.cu
 _MOST_STAGES: Final = 56
-_STAGES: Final = (1024, 2048, 4096)  # bytes; a stage holds (a piece of) one block
+_STAGES: Final = (4096, 2048)  # bytes; a stage holds (a piece of) one block
+_FEWEST_STAGES: Final = 8
 _BEHIND_THE_LAST: Final = 16  # bytes that may be read there
 _KEPT_BYTES: Final = 8192  # of an SM's shared memory: what the kernel keeps beside its stages
 _SHARED_BYTES: Final = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -27,9 +28,9 @@ def supported(index: int) -> bool:
     return bool(torch.cuda.get_device_capability(index) >= _LEAST_CAPABILITY)
 
 
-def stages(mean: float, shared: int) -> tuple[int, int]:
-    """Bytes of a stage, and how many of them a warp has, for blocks of `mean` bytes in `shared` bytes of memory."""
-    stage = next((stage for stage in _STAGES if mean <= stage), _STAGES[-1])
+def stages(shared: int) -> tuple[int, int]:
+    """Bytes of a stage, and how many of them a warp has, in `shared` bytes of an SM's memory."""
+    stage = next(stage for stage in _STAGES if shared >= WARPS * stage * _FEWEST_STAGES or stage == _STAGES[-1])
     return stage, min(_MOST_STAGES, (shared - _BEHIND_THE_LAST) // (WARPS * stage))
 
 
@@ -46,26 +47,19 @@ class Bulk:
             function = driver.load_function(PTX.read_bytes(), _FUNCTION)
             shared = driver.device_attribute(_SHARED_BYTES, index) - _KEPT_BYTES
             driver.set_function_attribute(function, _DYNAMIC_SHARED_BYTES, shared)
+        stage, number = stages(shared)
+        used = WARPS * number * stage + _BEHIND_THE_LAST
         self.check: Final = driver.check
         self._driver: Final = driver
-        self._function: Final = function
-        self._shared: Final = shared
-        # For each size of a stage, native.c's `struct kernel`.
-        self._kernels: Final = {}
-        for stage in _STAGES:
-            _, number = stages(stage, shared)
-            used = WARPS * number * stage + _BEHIND_THE_LAST
-            self._kernels[stage] = (ctypes.c_uint64 * 6)(driver.launch_address, function, WARPS, stage, number, used)
+        # As native.c's `struct kernel` has it.
+        self._kernel: Final = (ctypes.c_uint64 * 6)(driver.launch_address, function, WARPS, stage, number, used)
+        self.kernel: Final[int] = ctypes.addressof(self._kernel)
 
-    def kernel(self, mean: float) -> int:
-        """The address of native.c's `struct kernel`, for blocks of `mean` bytes."""
-        return ctypes.addressof(self._kernels[stages(mean, self._shared)[0]])
-
-    def launch(self, descriptors: int, blocks: int, programs: int, mean: float, stream: int) -> None:
+    def launch(self, descriptors: int, blocks: int, programs: int, stream: int) -> None:
         """Copy on `stream`. `descriptors`: the address, on the current device or in pinned memory, of what swap_bulk.cu
-        takes, with the cuts behind. `mean`: bytes of a block. Raises OSError."""
-        *_, stage, number, shared = self._kernels[stages(mean, self._shared)[0]]
+        takes, with the cuts behind. Raises OSError."""
+        _, function, _, stage, number, used = self._kernel
         values = (ctypes.c_uint64 * 5)(descriptors, blocks, descriptors + 8 * 3 * blocks, stage, number)
         at = ctypes.addressof(values)
         arguments = (ctypes.c_void_p * 5)(at, at + 8, at + 16, at + 24, at + 32)
-        self._driver.launch(self._function, programs, 32 * WARPS, shared, stream, arguments)
+        self._driver.launch(function, programs, 32 * WARPS, used, stream, arguments)
