@@ -35,6 +35,8 @@ _LEAST, _MOST = 2, 12  # repetitions in a pass
 _SAVE_EVERY_S: Final = 10.0
 # Up to so many blocks, what asking costs shows: the driver's batch is measured through swap_arrays as well.
 _ASKED_BLOCKS: Final = 64
+# From so many on, also with the GPU held until the call has returned: what the copies take without the host's part.
+_HELD_FROM_BLOCKS: Final = 1024
 _QUICK_SIZES: Final = (512, 4 << 10, 8008, 8 << 10, 32 << 10, 128 << 10)
 _QUICK_COUNTS: Final = (1, 64, 1024, 4096)
 _ONE_COPY_REPETITIONS: Final = 8
@@ -92,7 +94,7 @@ class _Run:
         self._upstream = _upstream()
         self.choices: Final = choices(bench.kernels.paths, bench.programs)
         self.result: Final[dict[str, Any]] = {
-            "what": "GB/s of scattered blocks, median; arms take turns; see `h2d-patch bench swap --help`",
+            "what": "GB/s of scattered blocks, median; `arms`: from the call on an idle GPU, `held`: of the GPU alone",
             "device": str(bench.ground.device),
             "quick": quick,
             "complete": False,
@@ -210,7 +212,11 @@ class _Run:
                 self.result["problems"].append(f"{UPSTREAM}: {type(error).__name__}: {error}")
                 self._upstream = None
         row.chosen = str(self.bench.kernels.profile.choose(row.gpu_to_cpu, row.nbytes, row.blocks))
-        row.add(in_turn(self.ground, batch, right, until, _LEAST, _MOST))
+        held = row.blocks >= _HELD_FROM_BLOCKS
+        now = time.perf_counter()
+        row.add(row.times, in_turn(self.ground, batch, right, (now + until) / 2 if held else until, _LEAST, _MOST))
+        if held:
+            row.add(row.held, in_turn(self.ground, batch, right, until, _LEAST, _MOST, held=True))
 
     def arms(self, row: _Row) -> dict[str, Callable[[Batch], object]]:
         arms: dict[str, Callable[[Batch], object]] = {DRIVER_BATCH: self.ground.driver_batch}
@@ -346,10 +352,12 @@ class _Row:
         self.blocks: Final = blocks
         self.chosen = ""
         self.times: Final[dict[str, list[float]]] = {}
+        self.held: Final[dict[str, list[float]]] = {}
 
-    def add(self, times: Mapping[str, list[float]]) -> None:
+    @staticmethod
+    def add(to: dict[str, list[float]], times: Mapping[str, list[float]]) -> None:
         for arm, found in times.items():
-            self.times.setdefault(arm, []).extend(found)
+            to.setdefault(arm, []).extend(found)
 
     def as_dict(self) -> dict[str, Any]:
         total = self.nbytes * self.blocks
@@ -358,11 +366,16 @@ class _Row:
             "bytes": self.nbytes,
             "blocks": self.blocks,
             "chosen": self.chosen,
-            "arms": {
-                arm: {"gbps": round(total / max(statistics.median(found), 1e-9) / 1e9, 3), "us": _us(found)}
-                for arm, found in self.times.items()
-            },
+            "arms": _rates(total, self.times),
+            "held": _rates(total, self.held),
         }
+
+
+def _rates(total: int, times: Mapping[str, list[float]]) -> dict[str, Any]:
+    return {
+        arm: {"gbps": round(total / max(statistics.median(found), 1e-9) / 1e9, 3), "us": _us(found)}
+        for arm, found in times.items()
+    }
 
 
 class _Multiply:

@@ -46,6 +46,7 @@ def test_every_arm_is_measured_in_every_cell(measured):
         arms = {"driver batch", "driver", "triton 2", "triton 3", "chosen"}
         assert set(row["arms"]) == (arms if row["gpu_to_cpu"] else arms | {"upstream 12"})
         assert all(len(arm["us"]) >= 4 and arm["gbps"] >= 0 for arm in row["arms"].values())
+        assert set(row["held"]) == (set(row["arms"]) if row["blocks"] >= 1024 else set())
         assert row["chosen"] in ("driver", "triton 2", "triton 3")
     assert set(result["one_copy"]) == {"CPU to GPU", "GPU to CPU"}
     assert {(row["gpu_to_cpu"], row["mixed"]) for row in result["host_time"]} == {

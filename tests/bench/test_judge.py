@@ -75,12 +75,14 @@ def _good_swap() -> dict[str, Any]:
     def row(gpu_to_cpu: bool, nbytes: int, blocks: int) -> dict[str, Any]:
         rates = {"driver batch": 3.0, "bulk 8": 51.0 if gpu_to_cpu else 50.0, "triton 64": 47.0, "chosen": 50.0}
         rates |= {"driver": 2.0} if blocks <= 64 else {}
+        arms = {arm: {"gbps": gbps, "us": [1.0]} for arm, gbps in rates.items()}
         return {
             "gpu_to_cpu": gpu_to_cpu,
             "bytes": nbytes,
             "blocks": blocks,
             "chosen": "bulk 8",
-            "arms": {arm: {"gbps": gbps, "us": [1.0]} for arm, gbps in rates.items()},
+            "arms": arms,
+            "held": arms if blocks >= 1024 else {},
         }
 
     def multiplied(gpu_to_cpu: bool) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Simulated:
         self.asked.append((batch.gpu_to_cpu, batch.nbytes, batch.blocks, str(choice)))
         self.last = batch.total / rate / 1e9 + latency * (batch.blocks if choice.path == DRIVER else 1)
 
-    def seconds(self, call):
+    def seconds(self, call, held=False):
         call()
         self.now += self.last
         return self.last
@@ -61,8 +61,8 @@ class Simulated:
 
 H200 = {
     "driver": (50.0, 2.5e-6),
-    **{f"bulk {n}": (min(50.0, 6.0 * n), 2e-5) for n in (4, 8, 16)},
-    **{f"triton {n}": (min(48.0, 2.0 * n), 2e-5) for n in (8, 16, 32, 64)},
+    **{f"bulk {n}": (min(50.0, 12.0 * n), 2e-5) for n in (1, 2, 4, 8, 16)},
+    **{f"triton {n}": (min(48.0, 2.0 * n), 2e-5) for n in (16, 32, 64)},
 }
 PATHS = (DRIVER, BULK, TRITON)
 
@@ -72,7 +72,7 @@ def test_the_quick_one_measures_everything_in_its_time_where_the_device_is_fast(
     found = calibrate.calibrate(ground, PATHS, 1.7, quick=True, clock=ground.clock)
     assert found.complete and ground.now <= 1.8 and not found.wrong
     profile = Measured(KEY, found.cells, {}).profile(PATHS)
-    assert profile.choose(False, 8192, 4096) == Choice(BULK, 16)
+    assert profile.choose(False, 8192, 4096) == Choice(BULK, 8)
     assert profile.choose(True, 8192, 1) == Choice(DRIVER)
 
 
@@ -102,8 +102,8 @@ def test_arms_take_turns_back_and_forth():
     ground = Simulated(H200)
     calibrate.calibrate(ground, (DRIVER, BULK), 1, grid=((4096,), (16,)), clock=ground.clock)
     names = [name for *_, nbytes, blocks, name in ground.asked if (nbytes, blocks) == (4096, 16)]
-    order = ["driver", "bulk 4", "bulk 8", "bulk 16"]
-    assert names[:16] == [*order, *order[::-1]] * 2
+    order = ["driver", "bulk 1", "bulk 2", "bulk 4", "bulk 8", "bulk 16"]
+    assert names[:24] == [*order, *order[::-1]] * 2
 
 
 def test_an_arm_that_copies_wrongly_is_not_measured_and_is_named():
