@@ -24,7 +24,6 @@ import contextlib
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import socket
@@ -620,21 +619,8 @@ def _distribution(values: Sequence[float], factor: float, digits: int = 2) -> di
 def _ratios(
     pairs: list[tuple[dict[str, Any], dict[str, Any]]], value: Callable[[dict[str, Any]], float | None]
 ) -> dict[str, Any]:
-    """On against off in neighbouring slices, their median, and where 95 % of resampled medians lie."""
-    ratios = []
-    for off, on in pairs:
-        divisor, dividend = value(off), value(on)
-        if divisor and dividend is not None:
-            ratios.append(dividend / divisor)
-    if not ratios:
-        return {"ratios": []}
-    numbers = random.Random(0)
-    medians = sorted(statistics.median(numbers.choices(ratios, k=len(ratios))) for _ in range(10_000))
-    return {
-        "ratios": [round(ratio, 4) for ratio in ratios],
-        "median": round(statistics.median(ratios), 4),
-        "interval_95": [round(medians[250], 4), round(medians[-251], 4)],
-    }
+    """On against off in neighbouring slices."""
+    return record.paired_ratios([(value(off), value(on)) for off, on in pairs])
 
 
 def _write(
