@@ -29,8 +29,9 @@ def figures(line_with: str) -> tuple[str, str]:
 
 
 def test_the_figures_are_those_of_the_result_files() -> None:
-    offload = result("kv_offload.json")["median_requests_per_s"]
-    assert figures("(`kv-swap`") == (f"{offload['off']:.0f}", f"{offload['on']:.0f}")
+    for kind, line in (("load", "loaded again (`kv-swap`"), ("store", "stored there (`kv-swap`")):
+        offload = result("kv_offload.json")["passes"][kind]["median_requests_per_s"]
+        assert figures(line) == (f"{offload['off']:.0f}", f"{offload['on']:.0f}")
     rows = {row["case"]: row["queued"]["20"] for row in result("copies.json")["rows"]}
     for line, case in (("4 MiB tensor", "pageable 4 MiB"), ("64 position", "cat 64 × 64 KiB")):
         medians = [rows[case][arm]["median_us"] / 1000 for arm in ("original", "ours")]
@@ -49,6 +50,25 @@ def test_the_table_of_copies_is_that_of_the_result_file() -> None:
         for ms, cell in zip(("0", "2", "20"), cells, strict=True):
             medians = (rows[case][ms][arm]["median_us"] for arm in ("original", "upstream", "ours"))
             assert cell == " · ".join(f"{us:,.0f}".replace(",", " ") for us in medians), (case, ms)
+
+
+def test_the_tables_of_swaps_are_those_of_the_result_file() -> None:
+    rows = {(row["gpu_to_cpu"], row["bytes"], row["blocks"]): row for row in result("swap.json")["rows"]}
+    text = (ROOT / "docs/swap.md").read_text(encoding="utf-8")
+    by_call = [(direction, number) for direction in (False, True) for number in (64, 1024, 4096)]
+    kernels = ("bulk 1", "bulk 2", "bulk 4", "bulk 8", "triton 16", "triton 64")
+    found = 0
+    for line in text.splitlines():
+        size, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not re.fullmatch(r"\d+ KiB", size):
+            continue
+        found += 1
+        calls = len(cells) == len(by_call)
+        for cell, (direction, number) in zip(cells, by_call if calls else ((False, 4096), (True, 4096)), strict=True):
+            arms = rows[direction, int(size.split()[0]) << 10, number]["arms" if calls else "held"]
+            names = ("driver batch", "upstream 12", "chosen") if calls else kernels
+            assert cell == " · ".join(f"{arms[arm]['gbps']:.1f}" for arm in names if arm in arms), (line, cell)
+    assert found == 12
 
 
 def test_what_is_said_of_all_copies_is_so() -> None:

@@ -31,7 +31,7 @@ QUICK_SECONDS: Final = 25.0
 _CALIBRATION_SHARE: Final = 0.25  # of the seconds, where the device has no stored or shipped profile
 _ROWS_UNTIL_SHARE: Final = 0.97  # of the seconds
 _PASSES: Final = 2  # over all rows: another tenant's noise lasts a second or two
-_LEAST, _MOST = 2, 12  # repetitions in a pass
+_LEAST, _MOST = 2, 40  # repetitions in a pass
 _SAVE_EVERY_S: Final = 10.0
 # Up to so many blocks, what asking costs shows: the driver's batch is measured through swap_arrays as well.
 _ASKED_BLOCKS: Final = 64
@@ -294,7 +294,7 @@ class _Run:
             batch = ground.batch(direction, _SWAP_BYTES, blocks)
             assert batch is not None
             copies_of: dict[str, Callable[[Batch], object]] = {DRIVER_BATCH: ground.driver_batch}
-            copies_of |= arms_of(ground, kernels)
+            copies_of |= {**arms_of(ground, kernels), CHOSEN: partial(ground.copy, choice=None)}
             took = {name: min(self._ms(copy, batch) for _ in range(3)) for name, copy in copies_of.items()}
             number = max(_LEAST_MULTIPLICATIONS, math.ceil(_MATMUL_MARGIN * swaps * max(took.values()) / one))
             calls = {name: partial(_repeat, swaps, copy, batch) for name, copy in copies_of.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +40,7 @@ QUICK_S: Final = 2.0
 _TO_CLEAN_UP_S: Final = 0.3  # of it
 
 _LEAST_REGION_BYTES: Final = 16 << 20
-_LEAST, _MOST = 3, 15  # repetitions of a cell
+_LEAST, _MOST = 3, 60  # repetitions of a cell
 _HELD_CYCLES: Final = 700_000
 _SEED: Final = 20
 _VERIFIED_BYTES: Final = 8008  # no multiple of 16
@@ -236,19 +237,19 @@ def in_turn(
     clock: Clock = time.perf_counter,
     held: bool = False,
 ) -> dict[str, list[float]]:
-    """Seconds of each repetition, an arm after the other: at least `least`, then until `until`, at most `most`.
+    """Seconds of each repetition, the arms in turn: at least `least`, then until `until`, at most `most`.
 
     A warm-up goes before them, which counts only where nothing followed it. Behind `deadline` nothing is begun, and a
     round that did not end does not count.
     """
     rounds: list[dict[str, float]] = []
-    forth = list(arms.items())
+    order, shuffled = list(arms.items()), random.Random(_SEED)
     for number in range(most + 1):
         if number > least and clock() >= until:
             break
         times: dict[str, float] = {}
-        # Back and forth, so that no arm always comes behind the same one.
-        for name, copy in forth[::-1] if number % 2 else forth:
+        shuffled.shuffle(order)  # behind another arm, the processor's caches hold more or less of one's own
+        for name, copy in order:
             if clock() >= deadline:
                 return _by_arm(arms, rounds)
             times[name] = ground.seconds(partial(copy, batch), held)

@@ -436,7 +436,41 @@ static void cut(const int64_t *lengths, int64_t blocks, int64_t total, int alike
     }
 }
 
-int64_t h2d_total(const int64_t *lengths, size_t blocks)
+/* With vectors of what the processor has, where the compiler makes a version for each. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define VECTORS
+#endif
+
+/* The blocks as they are to `out`, `shift` added to those on the host; whether one is not inside the one host range or the
+ * device range. `signs` and `differ`: of all numbers, and of all lengths with the first, or-ed. */
+VECTORS static int64_t in_one_range(const int64_t *restrict host, const int64_t *restrict device,
+                                    const int64_t *restrict lengths, int64_t blocks, int64_t host_start, int64_t host_end,
+                                    int64_t device_start, int64_t device_end, int64_t shift, int64_t *restrict to_host,
+                                    int64_t *restrict to_device, int64_t *restrict to_lengths, int64_t *signs,
+                                    int64_t *differ)
+{
+    int64_t wrong = 0, all = 0, other = 0, first = lengths[0];
+    for (int64_t i = 0; i < blocks; i++) {
+        int64_t h = host[i], d = device[i], n = lengths[i];
+        all |= h | d | n;
+        other |= n ^ first;
+        /* What does not fit makes one of these negative. None of them wraps around unless h, d or n are negative, or
+         * the one before it is. */
+        uint64_t host_left = (uint64_t)host_end - (uint64_t)h, device_left = (uint64_t)device_end - (uint64_t)d;
+        wrong |= (int64_t)(((uint64_t)h - (uint64_t)host_start) | host_left | (host_left - (uint64_t)n));
+        wrong |= (int64_t)(((uint64_t)d - (uint64_t)device_start) | device_left | (device_left - (uint64_t)n));
+        to_host[i] = h + shift;
+        to_device[i] = d;
+        to_lengths[i] = n;
+    }
+    *signs = all;
+    *differ = other;
+    return wrong < 0;
+}
+
+VECTORS int64_t h2d_total(const int64_t *lengths, size_t blocks)
 {
     uint64_t total = 0;
     for (size_t i = 0; i < blocks; i++)
@@ -452,33 +486,29 @@ int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths
              void *stream)
 {
     const int64_t *host = gpu_to_cpu ? writes : reads, *device = gpu_to_cpu ? reads : writes;
+    int64_t *to_host = gpu_to_cpu ? out + blocks : out, *to_device = gpu_to_cpu ? out : out + blocks;
     int64_t signs = 0, differ = 0, range = 0;
-    int wrong = may->number < 1;
-    for (int64_t i = 0; i < blocks; i++) {
-        signs |= reads[i] | writes[i] | lengths[i];
-        differ |= lengths[i] ^ lengths[0];
-    }
-    if (signs < 0)
-        return NEGATIVE;
-    for (int64_t i = 0; i < blocks; i++)
-        wrong |= !inside(may->device_start, may->device_end, device[i], lengths[i]);
-    if (wrong)
-        return OUTSIDE;
-    memcpy(out, reads, (size_t)blocks * sizeof *out);
-    memcpy(out + blocks, writes, (size_t)blocks * sizeof *out);
-    memcpy(out + 2 * blocks, lengths, (size_t)blocks * sizeof *out);
-    int64_t *shifted = gpu_to_cpu ? out + blocks : out;
-    if (may->number == 1 && !may->shifts[0]) {
-        for (int64_t i = 0; i < blocks; i++)
-            wrong |= !inside(may->starts[0], may->ends[0], host[i], lengths[i]);
+    if (may->number == 1) {
+        int64_t wrong = in_one_range(host, device, lengths, blocks, may->starts[0], may->ends[0], may->device_start,
+                                     may->device_end, may->shifts[0], to_host, to_device, out + 2 * blocks, &signs, &differ);
+        if (signs < 0)
+            return NEGATIVE;
         if (wrong)
             return OUTSIDE;
     } else {
         for (int64_t i = 0; i < blocks; i++) {
-            range = range_of(may, range, host[i], lengths[i]);
-            if (range < 0)
+            signs |= reads[i] | writes[i] | lengths[i];
+            differ |= lengths[i] ^ lengths[0];
+        }
+        if (signs < 0)
+            return NEGATIVE;
+        for (int64_t i = 0; i < blocks; i++) {
+            range = may->number < 1 ? -1 : range_of(may, range, host[i], lengths[i]);
+            if (range < 0 || !inside(may->device_start, may->device_end, device[i], lengths[i]))
                 return OUTSIDE;
-            shifted[i] += may->shifts[range];
+            to_host[i] = host[i] + may->shifts[range];
+            to_device[i] = device[i];
+            out[2 * blocks + i] = lengths[i];
         }
     }
     int64_t *cuts = out + 3 * blocks;
@@ -493,29 +523,58 @@ int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths
                           stream, arguments, NULL);
 }
 
-#ifdef H2D_PYTHON /* the two that most calls need, as functions of Python's own, which take half as long to call */
+#ifdef H2D_PYTHON /* those that most calls need, as functions of Python's own, which take half as long to call */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+static int numbers_of(const char *name, PyObject *const *args, Py_ssize_t given, int wanted, unsigned long long *n)
+{
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "%s takes %d integers", name, wanted);
+        return 0;
+    }
+    for (int i = 0; i < wanted; i++) {
+        n[i] = PyLong_AsUnsignedLongLong(args[i]);
+        if (n[i] == (unsigned long long)-1 && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
 
 static PyObject *py_send(PyObject *self, PyObject *const *args, Py_ssize_t number)
 {
     unsigned long long n[9];
     (void)self;
-    if (number != 9) {
-        PyErr_SetString(PyExc_TypeError, "send takes 9 integers");
+    if (!numbers_of("send", args, number, 9, n))
         return NULL;
-    }
-    for (int i = 0; i < 9; i++) {
-        n[i] = PyLong_AsUnsignedLongLong(args[i]);
-        if (n[i] == (unsigned long long)-1 && PyErr_Occurred())
-            return NULL;
-    }
     int answer;
     Py_BEGIN_ALLOW_THREADS /* the launch queue may be full */
     answer = h2d_send((int)n[0], (void *)(size_t)n[1], n[2], (void *)(size_t)n[3], n[4], n[5], n[6],
                       (void *)(size_t)n[7], (int)n[8]);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(answer);
+}
+
+static PyObject *py_swap(PyObject *self, PyObject *const *args, Py_ssize_t number)
+{
+    unsigned long long n[11];
+    (void)self;
+    if (!numbers_of("swap", args, number, 11, n))
+        return NULL;
+    int answer;
+    Py_BEGIN_ALLOW_THREADS
+    answer = h2d_swap((void *)(size_t)n[0], (void *)(size_t)n[1], (void *)(size_t)n[2], (int64_t)n[3], (int64_t)n[4],
+                      (int)n[5], (void *)(size_t)n[6], (int64_t)n[7], (void *)(size_t)n[8], (void *)(size_t)n[9],
+                      (void *)(size_t)n[10]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(answer);
+}
+
+static PyObject *py_total(PyObject *self, PyObject *const *args, Py_ssize_t number)
+{
+    unsigned long long n[2];
+    (void)self;
+    return numbers_of("total", args, number, 2, n) ? PyLong_FromLongLong(h2d_total((void *)(size_t)n[0], n[1])) : NULL;
 }
 
 static PyObject *py_pinned(PyObject *self, PyObject *address)
@@ -530,6 +589,8 @@ static PyObject *py_pinned(PyObject *self, PyObject *address)
 static PyMethodDef methods[] = {
     {"send", (PyCFunction)(void (*)(void))py_send, METH_FASTCALL, NULL},
     {"pinned", py_pinned, METH_O, NULL},
+    {"swap", (PyCFunction)(void (*)(void))py_swap, METH_FASTCALL, NULL},
+    {"total", (PyCFunction)(void (*)(void))py_total, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "h2d_patch_native", NULL, -1, methods, NULL, NULL, NULL, NULL};

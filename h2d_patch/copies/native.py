@@ -92,7 +92,7 @@ class Native:
         self.send: Callable[[int, int, int, int, int, int, int, int, int], int] = library.h2d_send
         self.pinned: Callable[[int], int] = library.h2d_pinned  # whether there is pinned memory at an address
         if module is not None:
-            self.send, self.pinned = module.send, module.pinned
+            self.send, self.pinned, self.swap, self.total = module.send, module.pinned, module.swap, module.total
         wanted = max(0, min(_MOST_HELPERS, usable_cpus() // (2 * sharing) - 1))
         self.helpers: Final[int] = library.h2d_start(wanted, (address * len(runtime))(*runtime))
 

@@ -183,8 +183,8 @@ def _swap(
     """The same with the addresses of the three arrays."""
     library = native.loaded
     total = library.total(rows[2], blocks) if library is not None else int(_array(rows[2], blocks).sum())
-    if not total:
-        return _NOTHING
+    if total <= 0:
+        return _NUMBERS if total else _NOTHING
     ring = current_ring()
     if type(ring) is Declined:
         return ring
@@ -208,7 +208,7 @@ def _swap(
         return piece
     with piece:
         if library is not None:
-            kernel = bulk.kernel if bulk is not None else None
+            kernel = bulk.kernel if bulk is not None else 0
             code = library.swap(
                 *rows, blocks, total, gpu_to_cpu, found.address, shares, piece.address, kernel, piece.stream
             )

@@ -53,7 +53,7 @@ def test_every_arm_is_measured_in_every_cell(measured):
         (a, b) for a in (False, True) for b in (False, True)
     }
     for row in result["matmul"]["rows"]:
-        assert set(row["arms"]) == {"alone", "driver batch", "triton 16"} == set(row["saturated"]["arms"])
+        assert set(row["arms"]) == {"alone", "driver batch", "triton 16", "chosen"} == set(row["saturated"]["arms"])
     assert result["profile"].startswith("calibrated in this run") and result["calibration"]
 
 

@@ -91,19 +91,19 @@ def test_a_full_one_keeps_to_its_time_and_measures_each_cell_at_least_three_time
     done = []
     found = calibrate.calibrate(ground, PATHS, 50, clock=ground.clock, progress=lambda n, of: done.append((n, of)))
     assert found.complete and ground.now < 60
-    assert all(3 <= len(times) <= 15 for cell in found.times for times in cell.values())
+    assert all(3 <= len(times) <= 60 for cell in found.times for times in cell.values())
     assert {(cell.nbytes, cell.blocks) for cell in found.cells} == {
         (n, b) for n in calibrate.SIZES for b in calibrate.COUNTS if n * b <= 512 << 20
     }
     assert done[0] == (0, len(found.cells)) and done[-1] == (len(found.cells), len(found.cells))
 
 
-def test_arms_take_turns_back_and_forth():
+def test_arms_take_turns_in_an_order_that_changes():
     ground = Simulated(H200)
     calibrate.calibrate(ground, (DRIVER, BULK), 1, grid=((4096,), (16,)), clock=ground.clock)
     names = [name for *_, nbytes, blocks, name in ground.asked if (nbytes, blocks) == (4096, 16)]
-    order = ["driver", "bulk 1", "bulk 2", "bulk 4", "bulk 8", "bulk 16"]
-    assert names[:24] == [*order, *order[::-1]] * 2
+    rounds = [tuple(names[i : i + 6]) for i in range(0, len(names), 6)]
+    assert all(sorted(one) == sorted(rounds[0]) for one in rounds) and len(set(rounds)) > len(rounds) / 3
 
 
 def test_an_arm_that_copies_wrongly_is_not_measured_and_is_named():

@@ -201,11 +201,25 @@ def test_what_is_compiled_describes_and_refuses_as_numpy_does(library, data):
     numbers = 3 * len(blocks) + 2 * (programs + 1)
     theirs, ours = np.zeros(numbers, dtype=np.int64), np.zeros(numbers + 1, dtype=np.int64)
     declined = swap._describe(rows, len(blocks), gpu_to_cpu, may, programs, theirs.ctypes.data)
-    code = library.swap(*rows, len(blocks), total, gpu_to_cpu, may.address, programs, ours.ctypes.data, None, None)
+    code = library.swap(*rows, len(blocks), total, gpu_to_cpu, may.address, programs, ours.ctypes.data, 0, 0)
     assert code == {None: 0, swap._NUMBERS: native.NEGATIVE, swap._OUTSIDE: native.OUTSIDE}[declined]
     if code == 0:
         copied = np.concatenate((np.tile(columns[2] > 0, 3), np.ones(2 * (programs + 1), dtype=bool)))
         assert np.array_equal(ours[:-1][copied], theirs[copied]) and ours[-1] == 0
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+@pytest.mark.parametrize("absurd", [2**63 - 1, 2**62, 2**63 - 4096])
+def test_numbers_whose_sum_wraps_around_are_outside(library, column, absurd):
+    columns = np.array([[1 << 20] * 8, [1 << 30] * 8, [64] * 8], dtype=np.int64)
+    columns[column, 5] = absurd
+    columns[2, 6] = absurd if column < 2 else 64
+    columns[column, 6] = absurd
+    for ranges in ([(1 << 20, 1 << 21, 0)], [(1 << 20, 1 << 21, 0), (1 << 22, 1 << 23, 8)]):
+        may = Swappable(Ranges(ranges), Ranges([(1 << 30, 1 << 31, 0)]), None)
+        out = np.zeros(3 * 8 + 6, dtype=np.int64)
+        rows = (row.ctypes.data for row in columns)
+        assert library.swap(*rows, 8, 512, 0, may.address, 2, out.ctypes.data, 0, 0) == native.OUTSIDE
 
 
 @pytest.mark.parametrize("gpu_to_cpu", [False, True])
@@ -281,6 +295,7 @@ def change(column, index, value):
     "spoil, reason",
     [
         (change("sizes", 3, -8), "negative"),
+        (change("sizes", slice(None), -8), "negative"),
         (change("src", 3, -(2**63)), "negative"),
         (change("dst", 0, 2**63 - 16), "outside"),
         (change("src", 0, 4096), "outside"),
