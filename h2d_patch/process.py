@@ -289,14 +289,16 @@ class Process:
                 if patch.verdict in (Verdict.PENDING, Verdict.ACTIVE) and (why := self._never_runs(patch.target)):
                     self._take_out(patch, Verdict.ABSENT, why)
             if on_gpu and any(patch.verdict in (Verdict.PENDING, Verdict.ACTIVE) for patch in self.patches):
-                self._start_gpu(device)
+                self._start_gpu(device, worker)
         self.writer.write()
 
-    def _start_gpu(self, device: Any) -> None:
+    def _start_gpu(self, device: Any, worker: Any) -> None:
         from . import copies
         from .selftest.compare import SelfTestFailed, run
 
-        places = copies.Places(self.settings.profile, self.settings.profile_dir)
+        # Without a connector no block is ever swapped, and nothing need be known of how fast they are.
+        swaps = getattr(getattr(worker, "vllm_config", None), "kv_transfer_config", True) is not None
+        places = copies.Places(self.settings.profile, self.settings.profile_dir) if swaps else None
         report = copies.start(device, self.settings.pinned_bytes, places)
         self.device.update(staging_bytes=report.ring_bytes, notes=list(report.reasons), profile=report.profile)
         for reason in report.reasons:

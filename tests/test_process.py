@@ -480,6 +480,22 @@ def test_where_only_the_original_s_wait_orders_other_buffers_the_fix_stays_off(
     assert target(server.run(STARTED))["verdict"] != "off", "vLLM's own event orders them"
 
 
+@pytest.mark.parametrize(
+    ("config", "measured"), [("kv_transfer_config=None", False), ("kv_transfer_config=1", True), ("other=1", True)]
+)
+def test_a_device_is_measured_only_where_blocks_are_swapped(server: Server, config: str, measured: bool) -> None:
+    worker_base = WORKER_BASE.replace("vllm_config=None", f"vllm_config=types.SimpleNamespace({config})")
+    with_vllm(server, worker_base.replace('torch.device("cpu")', 'torch.device("cuda")'))
+    start = """
+    from h2d_patch import copies
+    def start(device, pinned_bytes, places):
+        print("places", places is not None)
+        return copies.StartReport(str(device), 0, False, [], 0.0)
+    copies.start = start
+    """
+    assert f"places {measured}" in server.run(textwrap.dedent(start) + textwrap.dedent(STARTED)).stdout
+
+
 def test_a_device_start_up_that_fails_on_our_side_leaves_vllm_s_alone(server: Server) -> None:
     with_vllm(
         server, WORKER_BASE.replace("self.worker = types.SimpleNamespace(", "self.other = types.SimpleNamespace(")

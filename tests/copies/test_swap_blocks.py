@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 
 import numpy as np
 import pytest
@@ -346,3 +347,39 @@ def test_the_descriptors_may_be_overwritten_at_once(ledger):
     for descriptor in (src, dst, sizes):
         descriptor.zero_()
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_cannot_be_loaded_or_compiled_is_said_and_the_rest_serves(monkeypatch, bulk, compiles):
+    """As where a driver refuses the PTX, and where Triton cannot write its cache."""
+    from contextlib import nullcontext
+
+    from h2d_patch.copies import swap_bulk
+
+    def loaded(index):
+        if not bulk:
+            raise OSError(218, "cuModuleLoadData: CUDA_ERROR_INVALID_PTX")
+        return types.SimpleNamespace(warps=4)
+
+    def tried(copy, shares, width=16):
+        if shares == 2 and not compiles:
+            raise PermissionError(13, "Permission denied", "/triton-cache")
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(swap_bulk, "supported", lambda index: True)
+    monkeypatch.setattr(swap_bulk, "Bulk", loaded)
+    monkeypatch.setattr(swap, "_interpreted", lambda: False)
+    monkeypatch.setattr(swap, "_try", tried)
+    monkeypatch.setattr(swap, "_kernels", {})
+    reasons = swap.start_kernels(7)
+    found = swap.kernels_on(7)
+    assert ("no bulk copies: OSError: [Errno 218] cuModuleLoadData: CUDA_ERROR_INVALID_PTX" in reasons) is not bulk
+    assert any("no kernel of Triton's: PermissionError" in reason for reason in reasons) is not compiles
+    if bulk or compiles:
+        assert found.paths == ["driver", *(["bulk"] if bulk else []), *(["triton"] if compiles else [])]
+        assert found.profile.choose(False, 8192, 4096).path == ("bulk" if bulk else "triton")
+    else:
+        assert found == "; ".join(reasons)
+    assert swap.start_kernels(7) == [], "once"
