@@ -14,7 +14,7 @@ from h2d_patch.bench.copies import CannotWrite, as_in_a_worker
 from h2d_patch.bench.progress import Progress
 from h2d_patch.bench.provenance import provenance, write
 from h2d_patch.copies import Places, calibrate
-from h2d_patch.copies.profile_file import Measured, parse_choice, save
+from h2d_patch.copies.profile_file import Measured, parse_choice, rounded, save
 
 
 def run(
@@ -87,7 +87,7 @@ def _write(path: Path, measured: Measured, found: calibrate.Calibration, about: 
             "blocks": cell.blocks,
             "chosen": str(cell.best()),
             "arms": {
-                str(choice): {"gbps": round(rate, 3), "us": [round(s * 1e6, 1) for s in times[str(choice)]]}
+                str(choice): {"gbps": rounded(rate), "us": [round(s * 1e6, 1) for s in times[str(choice)]]}
                 for choice, rate in cell.gbps.items()
             },
         }

@@ -24,7 +24,7 @@ from h2d_patch.bench.swap_results import CHOSEN, DRIVER_BATCH, UPSTREAM
 from h2d_patch.copies import calibrate
 from h2d_patch.copies.calibrate import Batch, Verified, arms_of, choices, in_turn
 from h2d_patch.copies.profile import BULK, TRITON, Choice
-from h2d_patch.copies.profile_file import Measured
+from h2d_patch.copies.profile_file import Measured, rounded
 
 SECONDS: Final = 170.0
 QUICK_SECONDS: Final = 25.0
@@ -162,11 +162,7 @@ class _Run:
         measured = Measured(self.bench.key, found.cells, {"time": self._about["time"]})
         self.bench.kernels.profile = measured.profile(self.bench.kernels.paths)
         self.result["profile"] = f"calibrated in this run, in {time.perf_counter() - began:.1f} s"
-        self.result["calibration"] = [
-            {"gpu_to_cpu": cell.gpu_to_cpu, "bytes": cell.nbytes, "blocks": cell.blocks, "chosen": str(cell.best()),
-             "gbps": {str(choice): round(rate, 3) for choice, rate in cell.gbps.items()}}
-            for cell in found.cells
-        ]  # fmt: skip
+        self.result["calibration"] = [{**cell.as_dict(), "chosen": str(cell.best())} for cell in found.cells]
 
     def rows(self) -> None:
         sizes, counts = (_QUICK_SIZES, _QUICK_COUNTS) if self.quick and self.bench.on_gpu else (
@@ -373,7 +369,7 @@ class _Row:
 
 def _rates(total: int, times: Mapping[str, list[float]]) -> dict[str, Any]:
     return {
-        arm: {"gbps": round(total / max(statistics.median(found), 1e-9) / 1e9, 3), "us": _us(found)}
+        arm: {"gbps": rounded(total / max(statistics.median(found), 1e-9) / 1e9), "us": _us(found)}
         for arm, found in times.items()
     }
 

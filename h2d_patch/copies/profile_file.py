@@ -60,6 +60,20 @@ class Cell:
         good = [choice for choice, rate in self.gbps.items() if rate >= enough]
         return min(good, key=lambda choice: (choice.programs, -self.gbps[choice]))
 
+    def as_dict(self) -> dict[str, Any]:
+        """As a profile file has it."""
+        return {
+            "gpu_to_cpu": self.gpu_to_cpu,
+            "bytes": self.nbytes,
+            "blocks": self.blocks,
+            "gbps": {str(choice): rounded(rate) for choice, rate in self.gbps.items()},
+        }
+
+
+def rounded(gbps: float) -> float:
+    """To four digits, of however little: small cells are compared like large ones."""
+    return float(f"{gbps:.4g}")
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -192,18 +206,7 @@ def save(path: Path, measured: Measured) -> None:
 def as_text(measured: Measured) -> str:
     """A line for each cell."""
     head = json.dumps({"schema": SCHEMA, "key": asdict(measured.key), "about": dict(measured.about)}, indent=1)
-    cells = ",\n".join(
-        "  "
-        + json.dumps(
-            {
-                "gpu_to_cpu": cell.gpu_to_cpu,
-                "bytes": cell.nbytes,
-                "blocks": cell.blocks,
-                "gbps": {str(choice): float(f"{rate:.4g}") for choice, rate in cell.gbps.items()},
-            }
-        )
-        for cell in measured.cells
-    )
+    cells = ",\n".join(f"  {json.dumps(cell.as_dict())}" for cell in measured.cells)
     return f'{head[:-2]},\n "cells": [\n{cells}\n ]\n}}\n'
 
 
