@@ -82,7 +82,7 @@ def _good_swap() -> dict[str, Any]:
             "blocks": blocks,
             "chosen": "bulk 8",
             "arms": arms,
-            "held": arms if blocks >= 1024 else {},
+            "held": copy.deepcopy(arms) if blocks >= 1024 else {},
         }
 
     def multiplied(gpu_to_cpu: bool) -> dict[str, Any]:
@@ -109,7 +109,8 @@ def _gbps(gpu_to_cpu: bool, nbytes: int, blocks: int, arm: str, gbps: float) -> 
         at = (gpu_to_cpu, nbytes, blocks)
         rows = results["swap.json"]["rows"]
         (row,) = [row for row in rows if (row["gpu_to_cpu"], row["bytes"], row["blocks"]) == at]
-        row["arms"][arm]["gbps"] = gbps
+        for rates in filter(None, (row["arms"], row["held"])):
+            rates[arm]["gbps"] = gbps
 
     return change
 
@@ -207,7 +208,7 @@ SNAPSHOT = "snapshot kept, all cases and queue depths"
             ["multimodal serving, paired, GPU-bound: time to first token"],
             "several",
         ),
-        (_gbps(False, 12288, 4096, "bulk 8", 49.97), [TO_GPU_8], "12 KiB x 4096 by bulk 8"),
+        (_gbps(False, 12288, 4096, "bulk 8", 49.97), [TO_GPU_8], "12 KiB x 4096 by bulk 8 (from the call 50.0 GB/s)"),
         (_set("swap.json/one_copy/CPU to GPU/gbps", 55.0), [TO_GPU_OF_LIMIT], "0.909 of 55.0"),
         (_gbps(False, 4096, 4096, "bulk 8", 46.9), ["CPU to GPU, 4 KiB, n ≥ 4096, at most 8 SMs"], "46.9 GB/s"),
         (_gbps(False, 4096, 1024, "bulk 8", 41.9), ["CPU to GPU, 4 KiB, n = 1024, at most 8 SMs"], "x 1024"),
@@ -262,7 +263,7 @@ def test_a_target_just_missed_is_not_met_and_the_case_is_named(
         (_set("multimodal.json/loads", {}), "no load was GPU-bound"),
         (_set("soak.json/complete", False), "did not end"),
         (_set("swap.json/rows", []), "no such case"),
-        (lambda r: [row["arms"].pop("bulk 8") for row in r["swap.json"]["rows"]], "no such path"),
+        (lambda r: [row["held"].pop("bulk 8", None) for row in r["swap.json"]["rows"]], "no such path"),
         (lambda r: r["swap.json"]["rows"].pop(17), "not measured"),
         (lambda r: r["swap.json"]["matmul"]["rows"].pop(), "in both directions"),
         (_set("swap.json/matmul/rows/0/arms/driver batch/swapped_after_ms", [100.1]), "ended before the swaps did"),
@@ -322,6 +323,16 @@ def test_one_choice_in_twenty_may_be_a_little_worse(tmp_path: Path) -> None:
     rows[-1]["arms"]["chosen"]["gbps"] = 43.4
     (missed,) = [entry for entry in _judged(tmp_path, results) if not entry["met"]]
     assert missed["what"] == CHOICE and "0.95 in 93.8% of 48 cells" in missed["value"]
+
+
+def test_gbps_are_those_of_the_gpu_alone_and_those_from_the_call_are_said(tmp_path: Path) -> None:
+    results = _good()
+    for row in results["swap.json"]["rows"]:
+        row["arms"] |= {arm: {"gbps": 40.0, "us": [1.0]} for arm in ("bulk 8", "triton 64", "chosen")}
+    judged = _judged(tmp_path, results)
+    assert all(entry["met"] for entry in judged)
+    (found,) = [entry["value"] for entry in judged if entry["what"] == TO_GPU_8]
+    assert found.startswith("the GPU alone 50.0 GB/s") and found.endswith("(from the call 40.0 GB/s)")
 
 
 def test_missing_files_meet_nothing_and_other_issues_stay(tmp_path: Path) -> None:
