@@ -266,7 +266,7 @@ class Process:
                 return
             holder = getattr(module, STARTUP_CLASS, None)
             if holder is None and STARTUP_MODULES[1] in sys.modules:
-                return
+                return  # an old release: it stands in the other module, and is hooked there
             original = vars(holder)[STARTUP_METHOD]
             if getattr(original, "_self_wrapper", None) is not _startup:
                 setattr(holder, STARTUP_METHOD, wrapt.FunctionWrapper(original, _startup))

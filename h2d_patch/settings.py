@@ -70,7 +70,7 @@ class Settings:
     """All that the environment says to us.
 
     `pinned_bytes` bounds the pinned staging region of each process and device. `run_dir` holds one state file for
-    each process. `profile` is a device profile that must be used, `profile_dir` where those of this user lie.
+    each process. `profile` is the device profile that was asked for, `profile_dir` where those of this user lie.
     """
 
     selection: Selection

@@ -213,9 +213,9 @@ _BATCH: Final = ctypes.CFUNCTYPE(
 
 
 class Driver:
-    """What only the driver offers: kernels from PTX. Each call is for the context of the calling thread's device.
+    """What only the driver offers: kernels from PTX, and copies in batches.
 
-    Raises OSError, here and below.
+    Each call is for the context of the calling thread's device. Raises OSError, here and below.
     """
 
     def __init__(self) -> None:
@@ -340,7 +340,7 @@ def device_range(address: int) -> tuple[int, int, int] | str:
 
 
 def _pointer_attributes(address: int, *attributes: int) -> tuple[int, ...] | int:
-    """Four attributes of an address, or the driver's error code."""
+    """Four attributes of an address, as unsigned numbers, or the driver's error code."""
     asked = (ctypes.c_int * 4)(*attributes)
     answers = (ctypes.c_uint64 * 4)()  # some are 4 bytes long, the rest 8
     at = ctypes.addressof(answers)

@@ -480,7 +480,7 @@ VECTORS int64_t h2d_total(const int64_t *lengths, size_t blocks)
 
 /* The descriptors of `blocks` blocks, `total` bytes together, and the cuts of `shares` behind them, to `out`, as
  * swap_bulk.cu reads them; then its launch on `stream`, unless `kernel` is NULL.
- * Returns 0; the driver's error; NEGATIVE or OUTSIDE for what no kernel may touch, nothing being done. */
+ * Returns 0; the driver's error; NEGATIVE or OUTSIDE for what no kernel may touch, nothing being launched. */
 int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths, int64_t blocks, int64_t total,
              int gpu_to_cpu, const struct touchable *may, int64_t shares, int64_t *out, const struct kernel *kernel,
              void *stream)

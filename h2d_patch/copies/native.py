@@ -36,7 +36,7 @@ _BYTES_A_HELPER: Final = 256 << 10
 PARALLEL_BYTES: Final = 1 << 20  # below, waking threads takes as long as it saves
 
 
-# What `send` answers beside 0 and CUDA's error codes.
+# What `send` (the first two) and `swap` answer beside 0 and CUDA's error codes.
 NOT_HERE: Final = -1
 CAPTURING: Final = -2
 NEGATIVE: Final = -3
@@ -84,7 +84,7 @@ class Native:
             address, address, address, signed, signed, number, address, signed, address, address, address
         ]  # fmt: skip
         self.total: Callable[[int, int], int] = library.h2d_total  # of int64 numbers at an address
-        self.swap: Callable[..., int] = library.h2d_swap  # as in native.c
+        self.swap: Callable[..., int] = library.h2d_swap  # the arguments of h2d_swap in native.c
         self._library = library
         # (dst, src, pitch, width, rows, helpers)
         self.copy: Callable[[int, int, int, int, int, int], None] = library.h2d_copy

@@ -17,7 +17,7 @@ from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile, defa
 
 SCHEMA: Final = 1
 SHIPPED: Final = Path(__file__).with_name("profiles")
-# Of the best in a cell, what is as good. The rest up to 5 % is left to noise.
+# A choice that is slower than the fastest of its cell by no more than this is as good.
 WITHIN: Final = 0.03
 UNKNOWN: Final = "unknown"
 _KERNELS: Final = ("swap_bulk.ptx", "swap_bulk.py", "swap_kernel.py")
@@ -55,7 +55,7 @@ class Cell:
     gbps: dict[Choice, float]
 
     def best(self) -> Choice:
-        """The fewest SMs within `WITHIN` of the best; the driver's batch takes none."""
+        """The fewest SMs within `WITHIN` of the fastest; the driver's batch takes none."""
         enough = (1 - WITHIN) * max(self.gbps.values())
         good = [choice for choice, rate in self.gbps.items() if rate >= enough]
         return min(good, key=lambda choice: (choice.programs, -self.gbps[choice]))
@@ -90,11 +90,11 @@ class Measured:
             gbps = {choice: rate for choice, rate in cell.gbps.items() if choice.path in paths}
             if gbps:
                 cells.append(Cell(cell.gpu_to_cpu, cell.nbytes, cell.blocks, gbps))
+        known = default(paths)
         if not cells:
-            return default(paths)
+            return known
         sizes = sorted({cell.nbytes for cell in cells})
         counts = sorted({cell.blocks for cell in cells})
-        known = default(paths)
         choices: dict[bool, list[list[Choice]]] = {}
         for direction in (False, True):
             found = {(cell.nbytes, cell.blocks): cell.best() for cell in cells if cell.gpu_to_cpu is direction}
@@ -157,6 +157,7 @@ def _read(path: Path) -> str:
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Of the kernel's driver, as in `580.159.04`."""
     try:
         found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(errors="replace"), re.M)
     except OSError:

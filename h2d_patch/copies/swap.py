@@ -27,7 +27,7 @@ _OUTSIDE: Final = Declined("an address outside the tensors of the swap")
 _DEVICE: Final = Declined("the tensors are not on the current device")
 _NOTHING: Final = Declined("no bytes to copy", counted=False)
 
-_SHARE_BYTES: Final = 1024  # the share of each program is a multiple of it, but for the last; as in native.c
+_SHARE_BYTES: Final = 1024  # every share but the last is a multiple of it; as in native.c
 
 _checked = Checked()
 
@@ -180,7 +180,7 @@ def _swap(
     touchable: Callable[[Ring], Swappable | str],
     choice: Choice | None,
 ) -> Declined | None:
-    """The same with the addresses of the three arrays."""
+    """The same with `rows`, the addresses of the three arrays of `blocks` numbers."""
     library = native.loaded
     total = library.total(rows[2], blocks) if library is not None else int(_array(rows[2], blocks).sum())
     if total <= 0:
