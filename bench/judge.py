@@ -20,10 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from h2d_patch.bench.heat_map import DIRECTIONS
 from h2d_patch.bench.provenance import as_json
 from h2d_patch.bench.swap_results import CHOSEN, DRIVER_BATCH, name_of
-from h2d_patch.copies.profile import DRIVER, TRITON, Choice
+from h2d_patch.copies.profile import DIRECTIONS, DRIVER, TRITON, Choice
 from h2d_patch.copies.profile_file import parse_choice
 
 RESULTS = Path(__file__).resolve().parent / "results"

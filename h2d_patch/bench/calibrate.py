@@ -14,7 +14,7 @@ from h2d_patch.bench.copies import CannotWrite, as_in_a_worker
 from h2d_patch.bench.progress import Progress
 from h2d_patch.bench.provenance import provenance, write
 from h2d_patch.copies import Places, calibrate
-from h2d_patch.copies.profile_file import Measured, parse_choice, rounded, save
+from h2d_patch.copies.profile_file import Measured, rounded, save
 
 
 def run(
@@ -61,10 +61,10 @@ def measure(bench: swap_device.Bench, seconds: float, quick: bool) -> calibrate.
         found = calibrate.calibrate(
             bench.ground, bench.kernels.paths, seconds, quick, grid, programs=programs, progress=progress
         )
-    bad = {choice.path for words in found.wrong if (choice := parse_choice(words.partition(",")[0]))}
-    if bad:
+    if found.wrong:
+        right = found.right(bench.kernels.paths)
         for cell in found.cells:
-            for choice in [choice for choice in cell.gbps if choice.path in bad]:
+            for choice in [choice for choice in cell.gbps if choice.path not in right]:
                 del cell.gbps[choice]
         whole = [number for number, cell in enumerate(found.cells) if cell.gbps]
         found.cells, found.times = [found.cells[n] for n in whole], [found.times[n] for n in whole]

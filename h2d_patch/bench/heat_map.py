@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice
+from h2d_patch.copies.profile import BULK, DIRECTIONS, DRIVER, TRITON, Choice
 from h2d_patch.copies.profile_file import Cell
 from h2d_patch.report.status import table
 
-DIRECTIONS: Final[Mapping[bool, str]] = {False: "CPU to GPU", True: "GPU to CPU"}
 LEGEND: Final = "d: the driver's batch; b8: bulk copies on 8 SMs; t16: Triton's kernel on 16; the darker, the faster"
 _LETTERS: Final = {DRIVER: "d", BULK: "b", TRITON: "t"}
 _SHADES: Final = " ░▒▓█"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from h2d_patch.bench.heat_map import DIRECTIONS
+from h2d_patch.copies.profile import DIRECTIONS
 from h2d_patch.settings import ConfigurationError
 
 _NAMES: Final = {"original": "original", "upstream": "upstream's fix", "ours": "h2d_patch"}

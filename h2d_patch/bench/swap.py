@@ -18,12 +18,11 @@ from h2d_patch.bench import swap_device, swap_results
 from h2d_patch.bench.calibrate import measure
 from h2d_patch.bench.cases import Ledger
 from h2d_patch.bench.copies import CannotWrite, as_in_a_worker, be_busy
-from h2d_patch.bench.heat_map import DIRECTIONS
 from h2d_patch.bench.provenance import provenance, write
 from h2d_patch.bench.swap_results import CHOSEN, DRIVER_BATCH, UPSTREAM
 from h2d_patch.copies import calibrate
 from h2d_patch.copies.calibrate import Batch, Verified, arms_of, choices, in_turn
-from h2d_patch.copies.profile import BULK, TRITON, Choice
+from h2d_patch.copies.profile import BULK, DIRECTIONS, TRITON, Choice
 from h2d_patch.copies.profile_file import Measured, rounded
 
 SECONDS: Final = 170.0

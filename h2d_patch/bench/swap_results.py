@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from h2d_patch.bench.heat_map import DIRECTIONS, size_text
+from h2d_patch.bench.heat_map import size_text
+from h2d_patch.copies.profile import DIRECTIONS
 from h2d_patch.settings import ConfigurationError
 
 DRIVER_BATCH: Final = "driver batch"  # called at once, not through this package

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from h2d_patch.copies.cuda import ANY_ORDER, IN_STREAM_ORDER, Driver, Runtime, pinned_range
-from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice
+from h2d_patch.copies.profile import BULK, DIRECTIONS, DRIVER, TRITON, Choice
 from h2d_patch.copies.profile_file import Cell, Key, Measured, Places, find, key_of
 from h2d_patch.copies.ranges import Ranges, Swappable
 from h2d_patch.copies.swap import DRIVER_PAYS, Kernels, kernels_on, swap_arrays
@@ -291,18 +291,21 @@ class Verified:
     @property
     def wrong(self) -> list[str]:
         """In words, the arms that do not."""
-        ways = {False: "CPU to GPU", True: "GPU to CPU"}
-        return [f"{name}, {ways[to_cpu]}: copied wrongly" for (name, to_cpu), right in self._right.items() if not right]
+        return [f"{name}, {DIRECTIONS[way]}: copied wrongly" for (name, way), right in self._right.items() if not right]
 
 
 @dataclass
 class Calibration:
-    """What a calibration found. `times`: seconds of all repetitions, for each of `cells`. `wrong`: in words."""
+    """What a calibration found. `times`: seconds of all repetitions, for each of `cells`. `wrong`: as of Verified."""
 
     cells: list[Cell]
     times: list[dict[str, list[float]]]
     wrong: list[str]
     complete: bool
+
+    def right(self, paths: Iterable[str]) -> list[str]:
+        """Those of `paths` that copied rightly, whatever the direction and the number of programs."""
+        return [path for path in paths if not any(name.startswith(path) for name in self.wrong)]
 
 
 def calibrate(
@@ -333,7 +336,7 @@ def calibrate(
         if nbytes * blocks <= most_bytes
     ]
     verified = Verified(ground)
-    found = Calibration([], [], verified.wrong, complete=False)
+    found = Calibration([], [], [], complete=False)
     deadline = began + seconds if quick else float("inf")
     for number, (gpu_to_cpu, nbytes, blocks) in enumerate(cells):
         progress(number, len(cells))
@@ -403,7 +406,6 @@ def _quick(index: int, key: Key, kernels: Kernels, reasons: list[str], clock: Cl
     reasons += found.wrong
     if not found.cells:
         raise CannotMeasure(f"nothing could be measured in {QUICK_S:g} s")
-    right = [path for path in kernels.paths if not any(name.startswith(path) for name in found.wrong)]
-    kernels.profile = Measured(key, found.cells, {}).profile(right)
+    kernels.profile = Measured(key, found.cells, {}).profile(found.right(kernels.paths))
     cut = "" if found.complete else f", cut short with {len(found.cells)} cells"
     return f"calibrated in {clock() - began:.1f} s{cut}"

@@ -13,6 +13,8 @@ DRIVER: Final = "driver"  # cuMemcpyBatchAsync, or whatever the original calls
 BULK: Final = "bulk"
 TRITON: Final = "triton"
 
+DIRECTIONS: Final[Mapping[bool, str]] = {False: "CPU to GPU", True: "GPU to CPU"}  # by gpu_to_cpu
+
 
 @dataclass(frozen=True)
 class Choice:
