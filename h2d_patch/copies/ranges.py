@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ import torch
 Registered = tuple[int, int, int]  # start, end, and what to add to its addresses for those of the device
 _MOST_SEQUENCES: Final = 64
 PinnedRange = Callable[[int], "Registered | str"]
+
+T = TypeVar("T")
 
 
 class Ranges:
@@ -75,6 +77,28 @@ class Swappable:
         self.address: Final[int] = self._numbers.ctypes.data
 
 
+class Remembered(Generic[T]):
+    """What was found for a set of objects, told apart by their identity, until one of them dies."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], tuple[T, list[weakref.ref[Any]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: tuple[object, ...]) -> T | None:
+        found = self._found.get(key)
+        return None if found is None else found[0]
+
+    def keep(self, key: tuple[object, ...], value: T, objects: Sequence[Any]) -> None:
+        """`key` holds the identities of `objects`, and whatever else tells one value from another."""
+
+        def forget(_: object) -> None:
+            self._found.pop(key, None)
+
+        self._found[key] = value, [weakref.ref(each, forget) for each in objects]
+
+
 class Checked:
     """Remembers what was found for tensors. Only what was good: memory may still be registered later.
 
@@ -83,7 +107,7 @@ class Checked:
 
     def __init__(self) -> None:
         # Tensors are told apart by id and address, never by ==.
-        self._found: dict[tuple[int, ...], tuple[Swappable, list[weakref.ref[Any]]]] = {}
+        self._found: Final = Remembered[Swappable]()
         # The same by the ids of the sequences they came in, of which a handler keeps its own: asked at every swap.
         self._by_sequences: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -103,23 +127,20 @@ class Checked:
         sequences = (id(host), id(device), len(host), len(device), id(host[0]), id(device[0]))
         found = self._found.get(self._by_sequences.get(sequences, ()))
         if found is not None:
-            return found[0]
+            return found
         tensors = (*host, *device)
         key = (len(host), *map(id, tensors), *(t.data_ptr() for t in tensors))
         found = self._found.get(key)
         if found is None:
-            result = _look(host, device, pinned_range)
-            if isinstance(result, str):
-                return result
-
-            def forget(_: object, key: tuple[int, ...] = key) -> None:
-                self._found.pop(key, None)
-
-            found = self._found[key] = result, [weakref.ref(t, forget) for t in tensors]
+            looked = _look(host, device, pinned_range)
+            if isinstance(looked, str):
+                return looked
+            found = looked
+            self._found.keep(key, found, tensors)
         if len(self._by_sequences) >= _MOST_SEQUENCES:
             self._by_sequences.clear()
         self._by_sequences[sequences] = key
-        return found[0]
+        return found
 
 
 def _look(

@@ -3,18 +3,17 @@ arrays of addresses with a stream of their own. Both end in `swap_arrays`."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from h2d_patch.copies.call import Binder, Declined, falling_back
 from h2d_patch.copies.cuda import device_range, pinned_range
-from h2d_patch.copies.ranges import Checked, PinnedRange, Ranges, Registered, Swappable
+from h2d_patch.copies.ranges import Checked, PinnedRange, Ranges, Registered, Remembered, Swappable
 from h2d_patch.copies.staging import Ring, current_ring
 from h2d_patch.copies.swap import DRIVER_PAYS, swap_arrays
 
@@ -25,30 +24,6 @@ _TWICE: Final = Declined("two blocks go to one place, where the order decides wh
 _ARRAYS: Final = Declined("addresses and sizes are not dense 1-D uint64 arrays of one length")
 _HIP: Final = Declined("the driver is not CUDA's", counted=False)
 _EVERYWHERE: Final = Ranges([(0, 2**63 - 1, 0)])
-
-T = TypeVar("T")
-
-
-class Remembered(Generic[T]):
-    """What was found for a set of objects, told apart by their identity, until one of them dies."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], tuple[T, list[weakref.ref[Any]]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def get(self, key: tuple[object, ...]) -> T | None:
-        found = self._found.get(key)
-        return None if found is None else found[0]
-
-    def keep(self, key: tuple[object, ...], value: T, objects: Sequence[Any]) -> None:
-        """`key` holds the identities of `objects`, and whatever else tells one value from another."""
-
-        def forget(_: object) -> None:
-            self._found.pop(key, None)
-
-        self._found[key] = value, [weakref.ref(each, forget) for each in objects]
 
 
 @dataclass(frozen=True)
