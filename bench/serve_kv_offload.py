@@ -39,6 +39,7 @@ import torch
 
 ARMS = ("off", "on")
 IN_ORDER = "on, in order"
+NEW_TOKENS = 2  # what the first step stores is under way when the second begins
 
 
 def main() -> None:
@@ -76,9 +77,10 @@ def main() -> None:
     record.write(
         options.json,
         {
-            "what": f"{options.prompts} prompts of {options.tokens} tokens, 2 new ones, KV blocks loaded or stored",
+            "what": f"{options.prompts} prompts of {options.tokens} tokens, {NEW_TOKENS} new ones, "
+            "KV blocks loaded or stored",
             "kv_block_bytes": block_bytes,
-            "settings": vars(options),
+            "settings": {name: value for name, value in vars(options).items() if name != "json"},
             "passes": passes,
             "gaps_of_all_computed_tokens": bench.gaps(),
             "process": bench.state(),
@@ -104,8 +106,7 @@ class Bench:
             for _ in range(options.prompts)
         ]
         self._in_gpu = options.gpu_prompts - 2
-        # Two tokens: what the first step stores is under way when the second begins.
-        common = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, "detokenize": False}
+        common = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False}
         self._sampling, self._with_logprobs = parameters(**common), parameters(**common, logprobs=2)
         self._use("off")
         self._computed = [_tokens_and_gaps(output) for output in self._run(self._prompts, self._with_logprobs)[1]]
@@ -169,7 +170,7 @@ class Bench:
             "on_against_off": {
                 "requests_per_s": record.paired_ratios(zip(rates["off"], rates["on"], strict=True)),
             },
-            "tokens_compared_of_each_arm": self._passes * len(asked) * 2,
+            "tokens_compared_of_each_arm": self._passes * len(asked) * NEW_TOKENS,
             "tokens_that_differ_from_computed": differences,
             "patches_before": before,
             "patches_after": after,
