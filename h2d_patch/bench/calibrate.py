@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from pathlib import Path
@@ -73,10 +75,13 @@ def measure(bench: swap_device.Bench, seconds: float, quick: bool) -> calibrate.
 
 def _writable(path: Path) -> None:
     """Said now, not after the measurement."""
+    parent = path.resolve().parent
     try:
-        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"{path}: {error.strerror}") from None
+    if not os.access(parent, os.W_OK):
+        raise CannotWrite(f"{path}: {os.strerror(errno.EACCES)}")
 
 
 def _write(path: Path, measured: Measured, found: calibrate.Calibration, about: dict[str, Any]) -> None:

@@ -220,6 +220,9 @@ def test_a_profile_that_cannot_be_stored_is_said_before_anything_is_measured(tmp
     (tmp_path / "file").write_text("")
     assert main(["calibrate", *ON_CPU, "--out", str(tmp_path / "file" / "profile.json")]) == 2
     assert "expected a file to write" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert main(["calibrate", *ON_CPU, "--out", str(tmp_path / "profile.json")]) == 2
+    assert "profile.json: Permission denied; expected a file to write" in capsys.readouterr().err
 
 
 def test_the_heat_map_names_choice_and_speed():
