@@ -255,7 +255,7 @@ def test_a_name_that_can_be_no_file_is_wrong_usage(capsys, option, where):
         ("{}", "it has no rows"),
         ("[]", "it has no rows"),
         ('{"rows": 1}', "it has no rows"),
-        ('{"rows": [1]}', "its rows are not rows"),
+        ('{"rows": [1]}', "its rows are of another form"),
         ('{"rows": [{"case": "a", "queued": {"0": {"original": {}}}}]}', "a, 0 ms queued, has no original"),
     ],
 )

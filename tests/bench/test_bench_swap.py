@@ -187,7 +187,7 @@ def test_a_profile_that_can_be_no_file_is_wrong_usage(option, capsys):
         ("[]", "it has no rows"),
         ('{"rows": []}', "it has no complete"),
         ('{"rows": [1], "profile": "", "driver_batch": "", "one_copy": {}, "host_time": [], "matmul": {"rows": []},'
-         ' "problems": [], "complete": true}', "its rows are not rows"),
+         ' "problems": [], "complete": true}', "its rows are of another form"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_result_is_named(content, words, tmp_path, capsys):
