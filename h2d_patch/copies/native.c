@@ -456,12 +456,12 @@ VECTORS static int64_t in_one_range(const int64_t *restrict host, const int64_t 
         int64_t h = host[i], d = device[i], n = lengths[i];
         all |= h | d | n;
         other |= n ^ first;
-        /* What does not fit makes one of these negative. None of them wraps around unless h, d or n are negative, or
+        /* What does not fit makes one of these negative, and may wrap around when it is shifted. None of them wraps around unless h, d or n are negative, or
          * the one before it is. */
         uint64_t host_left = (uint64_t)host_end - (uint64_t)h, device_left = (uint64_t)device_end - (uint64_t)d;
         wrong |= (int64_t)(((uint64_t)h - (uint64_t)host_start) | host_left | (host_left - (uint64_t)n));
         wrong |= (int64_t)(((uint64_t)d - (uint64_t)device_start) | device_left | (device_left - (uint64_t)n));
-        to_host[i] = h + shift;
+        to_host[i] = (int64_t)((uint64_t)h + (uint64_t)shift);
         to_device[i] = d;
         to_lengths[i] = n;
     }
@@ -512,7 +512,7 @@ int h2d_swap(const int64_t *reads, const int64_t *writes, const int64_t *lengths
         }
     }
     int64_t *cuts = out + 3 * blocks;
-    cut(lengths, blocks, total, !differ, shares, cuts);
+    cut(lengths, blocks, total, !differ && lengths[0], shares, cuts);
     if (!kernel)
         return 0;
     uint64_t count = (uint64_t)blocks;

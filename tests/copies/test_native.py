@@ -402,6 +402,34 @@ def test_it_compiles_without_warnings(tmp_path):
     subprocess.run([compiler, *native._FLAGS, *flags, "-o", str(tmp_path / "n.so"), str(native.SOURCE)], check=True)
 
 
+@pytest.mark.parametrize("reads, length, total, answer", [(2**63 - 4096, 64, 512, native.OUTSIDE), (1 << 20, 0, 64, 0)])
+def test_no_number_of_a_swap_is_undefined_behaviour(tmp_path, reads, length, total, answer):
+    """Where one ends the process, in a library that is compiled so: an absurd address that is shifted, and lengths that
+    became zero after they were added up."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no compiler that can tell")
+    import subprocess
+    import sys
+
+    path = str(tmp_path / "n.so")
+    strict = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-D__clang__"]  # one version of each function
+    subprocess.run([compiler, *native._FLAGS, *strict, "-o", path, str(native.SOURCE)], check=True)
+    code = f"""if True:
+        import ctypes
+        swap = ctypes.CDLL({path!r}).h2d_swap
+        swap.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
+        swap.argtypes += [ctypes.c_void_p] * 3
+        def numbers(*values): return (ctypes.c_int64 * len(values))(*values)
+        def at(array): return ctypes.addressof(array)
+        host = numbers(1 << 20), numbers(1 << 21), numbers(1 << 40)
+        may = numbers(1 << 30, 1 << 31, *map(at, host), 1)
+        rows = numbers(*[{reads}] * 8), numbers(*[1 << 30] * 8), numbers(*[{length}] * 8)
+        print(swap(*rows, 8, {total}, 0, may, 2, numbers(*[0] * 30), None, None))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{answer}\n"), done.stderr
+
+
 def test_small_copies_wake_nobody(library):
     assert library.helpers_for(native.PARALLEL_BYTES - 1) == 0
     assert 0 < library.helpers_for(1 << 20) <= library.helpers
