@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +24,9 @@ UNKNOWN: Final = "unknown"
 _KERNELS: Final = ("swap_bulk.ptx", "swap_bulk.py", "swap_kernel.py")
 _GENERATIONS: Final = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 _MOST_PROGRAMS: Final = 1024
+# Of a file: a calibration makes one of 57 KB, with 17 sizes and 8 numbers of blocks.
+_MOST_BYTES: Final = 4 << 20
+_MOST_EACH: Final = 32
 
 
 class Unusable(Exception):
@@ -214,7 +218,7 @@ def as_text(measured: Measured) -> str:
 def load(path: Path) -> Measured:
     """Raises Unusable, and FileNotFoundError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text(path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -228,6 +232,17 @@ def load(path: Path) -> Measured:
     if type(found) is not int or found != SCHEMA:
         raise Unusable(f"profile {path}: schema: expected {SCHEMA}, found {found!r}")
     return Measured(_key(path, content.get("key")), _cells(path, content.get("cells")), _dict(content.get("about")))
+
+
+def _text(path: Path) -> str:
+    """Read while a server starts, so not from a pipe, which may never end. Raises OSError, ValueError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"larger than {_MOST_BYTES} bytes")
+    return content.decode("utf-8")
 
 
 def _no_number(text: str) -> float:
@@ -265,6 +280,9 @@ def _cells(path: Path, found: Any) -> list[Cell]:
             raise Unusable(f"{where}: expected each cell once, found another of the same direction, bytes and blocks")
         seen.add(at)
         cells.append(Cell(*at, _gbps(where, cell.get("gbps"))))
+    for name, number in (("bytes", len({cell.nbytes for cell in cells})), ("blocks", len({c.blocks for c in cells}))):
+        if number > _MOST_EACH:
+            raise Unusable(f"profile {path}: cells: expected at most {_MOST_EACH} different {name}, found {number}")
     return cells
 
 
@@ -303,7 +321,7 @@ def usable(path: Path, key: Key, names: Iterable[str] | None = None) -> Measured
     for name in [field.name for field in fields(Key)] if names is None else names:
         found, expected = getattr(measured.key, name), getattr(key, name)
         if found != expected:
-            raise Unusable(f"profile {path}: {name}: expected {expected!r}, as on this device, found {found!r}")
+            raise Unusable(f"profile {path}: {name}: expected {expected!r}, as on this device, found {_shown(found)}")
     return measured
 
 

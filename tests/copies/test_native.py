@@ -413,7 +413,11 @@ def test_no_number_of_a_swap_is_undefined_behaviour(tmp_path, reads, length, tot
     import sys
 
     path = str(tmp_path / "n.so")
-    strict = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-D__clang__"]  # one version of each function
+    strict = [
+        "-fsanitize=undefined",
+        "-fsanitize-undefined-trap-on-error",
+        "-D__clang__",
+    ]  # one version of each function
     subprocess.run([compiler, *native._FLAGS, *strict, "-o", path, str(native.SOURCE)], check=True)
     code = f"""if True:
         import ctypes

@@ -197,6 +197,34 @@ def test_bytes_that_are_no_text_and_a_directory_are_refused(stored, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_pipe_or_a_device_is_refused_and_does_not_hold_up_a_server(tmp_path, make):
+    path = tmp_path / "profile.json"
+    make(path)
+    _, _, (reason,) = find(KEY, Places(path), tmp_path / "none")
+    assert str(path) in reason and "not a regular file" in reason
+
+
+def test_a_file_of_any_size_is_not_read_whole(stored):
+    with stored.open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(Unusable, match="larger than"):
+        load(stored)
+
+
+def test_a_grid_that_would_take_minutes_to_fill_is_refused(stored):
+    changed(stored, lambda c: c.update(cells=[{**c["cells"][0], "bytes": n, "blocks": n} for n in range(1, 2000)]))
+    with pytest.raises(Unusable, match="at most 32 different bytes, found 1999"):
+        load(stored)
+
+
+def test_a_name_that_is_a_book_is_not_said_whole(stored):
+    changed(stored, lambda c: c["key"].update(gpu="x" * 100_000))
+    with pytest.raises(Unusable) as refused:
+        usable(stored, KEY)
+    assert len(str(refused.value)) < 500
+
+
 def test_the_stored_one_comes_first_then_the_shipped_one(stored, measured, tmp_path):
     shipped = tmp_path / "shipped"
     save(shipped / "x.json", replace(measured, key=replace(KEY, driver="570", cuda="12.8", triton="3.2")))
