@@ -16,7 +16,7 @@ from h2d_patch.bench.copies import CannotWrite, as_in_a_worker
 from h2d_patch.bench.progress import Progress
 from h2d_patch.bench.provenance import provenance, write
 from h2d_patch.copies import Places, calibrate
-from h2d_patch.copies.profile_file import Measured, rounded, save
+from h2d_patch.copies.profile_file import Measured, followed, rounded, save
 
 
 def run(
@@ -28,6 +28,8 @@ def run(
         path = out or (places.stored(bench.key.gpu) if bench.on_gpu else None)
         if path is not None:
             _writable(path)
+        if result is not None and (not result.exists() or result.is_file()):  # else a pipe, or /dev/stdout
+            _writable(result)
         found = measure(bench, calibrate.QUICK_S if quick else calibrate.FULL_S, quick)
         key, paths, on_gpu = bench.key, bench.kernels.paths, bench.on_gpu
         notes = [*bench.notes, *found.wrong]
@@ -35,6 +37,11 @@ def run(
     seconds = round(time.perf_counter() - began, 1)
     made = {"time": about["time"], "commit": about["commit"], "seconds": seconds, "quick": quick}
     measured = Measured(key, found.cells, made)
+    if found.cells and path is not None:  # before anything else, which may fail
+        try:
+            save(path, measured)
+        except OSError as error:
+            raise CannotWrite(f"{path}: {error.strerror}") from None
     if result is not None:
         _write(result, measured, found, {**about, "complete": found.complete, "quick": quick, "seconds": seconds})
     print(
@@ -47,10 +54,6 @@ def run(
     if path is None:
         print("not stored: on the CPU nothing is measured that means anything" if not on_gpu else "not stored: no home")
     else:
-        try:
-            save(path, measured)
-        except OSError as error:
-            raise CannotWrite(f"{path}: {error.strerror}") from None
         print(f"stored in {path}")
     return 1 if notes else 0
 
@@ -75,8 +78,8 @@ def measure(bench: swap_device.Bench, seconds: float, quick: bool) -> calibrate.
 
 def _writable(path: Path) -> None:
     """Said now, not after the measurement."""
-    parent = path.resolve().parent
     try:
+        parent = followed(path).parent
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"{path}: {error.strerror}") from None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from h2d_patch import __version__
+from h2d_patch.copies.profile_file import followed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,11 +53,12 @@ def write(path: str | Path, result: dict[str, Any], about: dict[str, Any] | None
 
     Written whole or not at all. Raises OSError.
     """
-    path = Path(path).resolve()  # a link stays one
+    path = Path(path)
     text = as_json({**(provenance() if about is None else about), **result})
-    if path.exists() and not path.is_file():  # a pipe, or a device such as /dev/stdout
+    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout, whose link leads to a name that can't be opened
         path.write_text(text, encoding="utf-8")
         return
+    path = followed(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

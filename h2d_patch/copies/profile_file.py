@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -195,7 +196,7 @@ def file_name(gpu: str) -> str:
 
 def save(path: Path, measured: Measured) -> None:
     """Written whole or not at all. Raises OSError."""
-    path = path.resolve()  # a link stays one
+    path = followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
@@ -206,6 +207,17 @@ def save(path: Path, measured: Measured) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def followed(path: Path) -> Path:
+    """Where the links of `path` lead: a file put there leaves them links. Raises OSError also for what a file must not
+    take the place of, such as /dev/null."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
+    path = Path(os.path.realpath(path))
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return path
 
 
 def as_text(measured: Measured) -> str:

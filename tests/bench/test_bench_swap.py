@@ -225,6 +225,49 @@ def test_a_profile_that_cannot_be_stored_is_said_before_anything_is_measured(tmp
     assert "profile.json: Permission denied; expected a file to write" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_links_in_a_circle_are_said_before_anything_is_measured(option, tmp_path, monkeypatch, capsys):
+    on_cpu_interpreted(monkeypatch)
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("measured"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert main(["calibrate", *ON_CPU, option, str(tmp_path / "loop")]) == 2
+    assert "loop: Too many levels of symbolic links" in capsys.readouterr().err and (tmp_path / "loop").is_symlink()
+
+
+def test_a_profile_takes_the_place_of_no_pipe_or_device(tmp_path, monkeypatch, capsys):
+    on_cpu_interpreted(monkeypatch)
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["calibrate", *ON_CPU, "--out", str(tmp_path / "pipe")]) == 2
+    assert "not a regular file" in capsys.readouterr().err and (tmp_path / "pipe").is_fifo()
+
+
+def test_what_was_measured_is_stored_though_nobody_reads_what_is_said_of_it(tmp_path):
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    out = tmp_path / "profile.json"
+    command = [sys.executable, "-m", "h2d_patch", "calibrate", *ON_CPU, "--quick", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as started:
+        started.stdout.close()
+        assert started.stderr.read() == b""
+    assert started.returncode == 1 and load(out).cells
+
+
+def test_the_rows_may_go_down_a_pipe():
+    done = run("calibrate", *ON_CPU, "--quick", "--json", "/dev/stdout")
+    assert done.returncode == 0, done.stderr
+    assert json.JSONDecoder().raw_decode(done.stdout)[0]["rows"]
+
+
+def test_an_interruption_of_any_command_is_a_line(monkeypatch, capsys):
+    from h2d_patch import cli
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_device_with_kernels", interrupted)
+    assert main(["bench", "swap"]) == 1 and main(["calibrate"]) == 1
+    assert capsys.readouterr().err == "h2d-patch: interrupted\n" * 2
+
+
 def test_the_heat_map_names_choice_and_speed():
     cells = [
         Cell(False, 8192, 64, {Choice(DRIVER): 5.0, Choice(BULK, 8): 9.0}),
