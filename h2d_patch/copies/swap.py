@@ -25,6 +25,7 @@ _FORM: Final = Declined("descriptors are not three dense 1-D int64 CPU tensors o
 _NUMBERS: Final = Declined("a size or an address that is negative")  # 2^63 and above are, as int64
 _OUTSIDE: Final = Declined("an address outside the tensors of the swap")
 _DEVICE: Final = Declined("the tensors are not on the current device")
+_NO_MEMORY: Final = Declined("no memory on the device for descriptors")
 _NOTHING: Final = Declined("no bytes to copy", counted=False)
 
 _SHARE_BYTES: Final = 1024  # every share but the last is a multiple of it; as in native.c
@@ -228,7 +229,10 @@ def _swap(
             bulk.launch(piece.address, blocks, choice.programs, piece.stream)
             return None
         # Of a program of Triton's each block waits for its descriptor, which had better not lie behind the link.
-        described = torch.empty(numbers, dtype=torch.int64, device=ring.device)
+        try:
+            described = torch.empty(numbers, dtype=torch.int64, device=ring.device)
+        except torch.cuda.OutOfMemoryError:
+            return _NO_MEMORY
         ring.link.copy(described.data_ptr(), piece.address, 8 * numbers, piece.stream)
         odd = int(np.bitwise_or.reduce(_array(piece.address, 3 * blocks)))
     _launch_triton(described, blocks, choice.programs, odd)

@@ -331,6 +331,23 @@ def test_without_room_for_descriptors_the_original_runs(ledger):
     assert ledger.reasons == ["larger than the staging region"]
 
 
+def test_without_device_memory_for_descriptors_the_original_runs_and_the_next_batch_is_ours_again(ledger, monkeypatch):
+    source, source_views, target, target_views, src, dst, sizes = swap_case(count=20)
+    expected = reference(source, target, src, dst, sizes)
+
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    bound = copies.swap_blocks.bind(ledger)
+    with forced_staging(1 << 16) as ring:
+        with monkeypatch.context() as patched:
+            patched.setattr(swap.torch, "empty", full)
+            assert bound(lambda *a: "theirs", src, dst, sizes, False, source_views, target_views) == "theirs"
+        assert ledger.reasons == ["no memory on the device for descriptors"] and ring.in_use() == 0
+        bound(unused, src, dst, sizes, False, source_views, target_views)
+    assert torch.equal(target, expected)
+
+
 def test_without_a_kernel_the_original_runs_and_the_reason_is_given(ledger, monkeypatch):
     *_, source_views, _, target_views, src, dst, sizes = swap_case(count=20)
     monkeypatch.setattr(swap_kernel, "interpreted", lambda: False)
