@@ -85,7 +85,9 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; expected a file of bench copies --json") from None
     except (KeyError, TypeError, AttributeError):
-        raise ConfigurationError(f"{path}: its rows are of another form; expected a file of bench copies --json") from None
+        raise ConfigurationError(
+            f"{path}: its rows are of another form; expected a file of bench copies --json"
+        ) from None
     except ValueError as error:
         raise ConfigurationError(f"{path}: {error}; expected a file of bench copies --json") from None
     loaded: dict[str, Any] = content

@@ -79,7 +79,9 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; expected a file of bench swap --json") from None
     except (KeyError, TypeError, AttributeError):
-        raise ConfigurationError(f"{path}: its rows are of another form; expected a file of bench swap --json") from None
+        raise ConfigurationError(
+            f"{path}: its rows are of another form; expected a file of bench swap --json"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}; expected a file of bench swap --json") from None
     loaded: dict[str, Any] = content
