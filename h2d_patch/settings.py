@@ -89,13 +89,21 @@ class Settings:
         profile = env.get("H2D_PATCH_PROFILE", "").strip()
         return cls(
             selection=Selection.parse(env.get("H2D_PATCH", "")),
-            manifest=Path(manifest) if manifest else None,
+            manifest=_path(manifest) if manifest else None,
             strict=is_strict(env),
             run_dir=run_dir(env),
             pinned_bytes=_megabytes(env, "H2D_PATCH_PINNED_MB", DEFAULT_PINNED_MB) << 20,
-            profile=Path(profile) if profile else None,
+            profile=_path(profile) if profile else None,
             profile_dir=profile_dir(env),
         )
+
+
+def _path(text: str) -> Path:
+    """`~` is this user's home: a container's or a unit's file of variables is read by no shell."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # there is no such home
+        return Path(text)
 
 
 def is_strict(environ: Mapping[str, str]) -> bool:
@@ -109,7 +117,7 @@ def is_strict(environ: Mapping[str, str]) -> bool:
 def run_dir(environ: Mapping[str, str]) -> Path:
     """Where processes write their state: `H2D_PATCH_RUN_DIR`, or this user's directory under the temporary one."""
     if chosen := environ.get("H2D_PATCH_RUN_DIR", "").strip():
-        return Path(chosen)
+        return _path(chosen)
     try:
         return Path(tempfile.gettempdir()) / f"h2d_patch-{os.getuid()}"
     except OSError as error:

@@ -109,3 +109,12 @@ def test_a_run_directory_of_someone_else_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "theirs", 12345, 12345)
     with pytest.raises(ConfigurationError, match="belongs to user id 12345"):
         checked_run_dir(tmp_path / "theirs")
+
+
+def test_a_home_is_found_where_no_shell_has_looked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    names = ("H2D_PATCH_MANIFEST", "H2D_PATCH_PROFILE", "H2D_PATCH_RUN_DIR")
+    settings = Settings.from_environ({name: f"~/{name}" for name in names})
+    found = [settings.manifest, settings.profile, settings.run_dir]
+    assert found == [Path("/somewhere") / name for name in names]
+    assert Settings.from_environ({"H2D_PATCH_PROFILE": "~nobody-here/x"}).profile == Path("~nobody-here/x")
