@@ -282,8 +282,8 @@ def original_to_device(source: Any, /, *args: Any, non_blocking: bool = True, **
     return source.to(*args, non_blocking=non_blocking, **kwargs)
 
 
-def copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> torch.Tensor | Declined:
-    """`dst.copy_(src, non_blocking=non_blocking)`, which returns `dst`."""
+def copy_h2d(dst: Any, src: Any, non_blocking: bool = True, pin: bool = False) -> torch.Tensor | Declined:
+    """`dst.copy_(src, non_blocking=non_blocking)`, which returns `dst`; `pin`: of `src.pin_memory()`."""
     if non_blocking is not True:
         return BLOCKING
     if not isinstance(src, torch.Tensor) or not src.is_cpu:
@@ -359,8 +359,8 @@ def _pitches(dst: torch.Tensor, src: torch.Tensor) -> tuple[int, int, int] | Non
     return None
 
 
-def original_copy_h2d(dst: Any, src: Any, non_blocking: bool = True) -> Any:
-    return dst.copy_(src, non_blocking=non_blocking)
+def original_copy_h2d(dst: Any, src: Any, non_blocking: bool = True, pin: bool = False) -> Any:
+    return dst.copy_(src.pin_memory() if pin else src, non_blocking=non_blocking)
 
 
 def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> torch.Tensor | Declined:

@@ -115,6 +115,17 @@ def test_copy_h2d_leaves_what_lies_between_a_gapped_destination_alone(ledger):
     assert (ledger.calls, ledger.fallbacks) == (1, 0)
 
 
+def test_copy_h2d_pins_only_where_the_original_runs(ledger, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    copy, source, target = copies.copy_h2d.bind(ledger), torch.arange(5), torch.zeros(5, dtype=torch.int64)
+    with forced_staging(1 << 16):
+        assert copy(target, source, pin=True) is target and torch.equal(target, source)
+    assert not pinned
+    assert copy(target.zero_(), source, pin=True) is target and torch.equal(target, source)
+    assert pinned == [source]
+
+
 def test_copy_h2d_converts(ledger):
     target = torch.zeros(3, dtype=torch.bfloat16)
     with forced_staging(1 << 12):
