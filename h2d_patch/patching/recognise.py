@@ -104,13 +104,18 @@ def recognise_statically(target: Target, source: ModuleSource | None, release: V
     """The verdict from a module's source alone; `source` is None where the release has no such module."""
     if source is None:
         return Recognition(Verdict.ABSENT, f"there is no module {target.module} here")
-    definitions = source.named(target.qualname)
+    definitions = [definition for definition in source.named(target.qualname) if not _only_typed(definition)]
     if not definitions:
         return Recognition(Verdict.ABSENT, f"this release has no {target.qualname} in {target.module}")
     found = [recognise(target, definition, release) for definition in definitions]
     if len({result.verdict for result in found}) > 1:
         return Recognition(Verdict.REFUSED, f"{target.qualname} is defined {len(found)} times, in different forms")
     return found[0]
+
+
+def _only_typed(definition: Definition) -> bool:
+    """Whether it is one of several signatures that stand in front of a function for type checkers."""
+    return any(getattr(part, "attr", getattr(part, "id", "")) == "overload" for part in definition.decorator_list)
 
 
 def source_hash(definition: Definition) -> str:

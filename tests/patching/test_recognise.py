@@ -54,6 +54,13 @@ def test_an_unknown_source_is_refused_where_the_fault_is_expected_and_absent_els
     )
 
 
+def test_signatures_for_type_checkers_in_front_of_a_function_do_not_count() -> None:
+    for decorator in ("overload", "typing.overload"):
+        source = f"@{decorator}\ndef f(x: int, d): ...\n@{decorator}\ndef f(x: str, d): ...\n{OLD}"
+        assert verdict(source, "0.22.1") == ("applies", "a note")
+    assert verdict(f"{OLD}{OTHER}", "0.22.1")[0] == "refused"
+
+
 def test_what_supersedes_upstream_s_fix_applies_beside_it_and_says_why() -> None:
     both = OLD + "    async_tensor_h2d(x, d)\n"
     assert verdict(both, "0.30.0")[0] == "upstream"
