@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from h2d_patch.cli import main
 from h2d_patch.manifest import load
@@ -26,6 +28,13 @@ pytestmark = pytest.mark.releases
 
 RELEASES = ["0.11.0", "0.14.1", "0.19.1", "0.20.2", "0.22.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.33.0"]
 A, U, N = "applies", "upstream", "absent"
+
+
+def spans(applies: str, since: str = "") -> list[str]:
+    """The verdicts where the fault is in releases of one span, and upstream's own fix from a release on."""
+    return [A if r in SpecifierSet(applies) else U if since and Version(r) >= Version(since) else N for r in RELEASES]
+
+
 # Read off the sources; one row for each target in the order of the manifest, one column for each release above.
 EXPECTED = {
     "multimodal-h2d inputs:_nested_tensors_h2d": [N, A, A, A, A, A, A, A, U, U],
@@ -65,6 +74,62 @@ EXPECTED = {
     "vision-h2d qwen2_vl:Qwen2VisionTransformer.rot_pos_emb": [N, N, N, N, A, A, A, A, U, U],
     "vision-h2d qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata": [N, N, N, N, A, A, A, A, U, U],
     "vision-h2d multimodal:MultiModalMixin._get_image_features": [N, N, N, N, N, N, N, N, U, N],
+    "vision-h2d glm4_1v:Glm4vVisionTransformer.rot_pos_emb (>=0.9.2,<0.12)": spans(">=0.9.2,<0.12"),
+    "vision-h2d glm4_1v:Glm4vVisionTransformer.rot_pos_emb (>=0.12,<0.22)": spans(">=0.12,<0.22", since="0.22.0"),
+    "vision-h2d glm4_1v:Glm4vVisionTransformer.rot_pos_emb (>=0.22,<0.29)": spans(">=0.22,<0.29", since="0.29.0"),
+    "vision-h2d glm4_1v:Glm4vVisionTransformer.forward": spans(">=0.13,<0.24"),
+    "vision-h2d glm_ocr:GlmOcrVisionTransformer.forward": spans(">=0.16,<0.30", since="0.30.0"),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.11.1,<0.12)": spans(
+        ">=0.11.1,<0.12"
+    ),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.12,<0.22)": spans(
+        ">=0.12,<0.22", since="0.22.0"
+    ),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.22,<0.29)": spans(
+        ">=0.22,<0.29", since="0.29.0"
+    ),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.forward": spans(">=0.24,<0.30", since="0.30.0"),
+    "vision-h2d keye:KeyeForConditionalGeneration._process_image_input": spans(">=0.9.2,<0.10.2"),
+    "vision-h2d keye:KeyeForConditionalGeneration._process_video_input": spans(">=0.9.2,<0.10.2"),
+    "vision-h2d keye:BaseKeyeModule._process_image_input (>=0.10.2,<0.28)": spans(">=0.10.2,<0.28"),
+    "vision-h2d keye:BaseKeyeModule._process_video_embeds (>=0.10.2,<0.28)": spans(">=0.10.2,<0.28"),
+    "vision-h2d keye:BaseKeyeModule._process_image_input (>=0.28,<0.30)": spans(">=0.28,<0.30", since="0.30.0"),
+    "vision-h2d keye:BaseKeyeModule._process_video_embeds (>=0.28,<0.30)": spans(">=0.28,<0.30", since="0.30.0"),
+    "vision-h2d paddleocr_vl:PaddleOCRVLForConditionalGeneration.encode_image (>=0.11.1,<0.28)": spans(
+        ">=0.11.1,<0.28"
+    ),
+    "vision-h2d paddleocr_vl:PaddleOCRVLForConditionalGeneration.encode_image (>=0.28,<0.30)": spans(
+        ">=0.28,<0.30", since="0.30.0"
+    ),
+    "vision-h2d ernie45_vl:Ernie4_5_VisionTransformer.rot_pos_emb (>=0.10.2,<0.28)": spans(
+        ">=0.10.2,<0.28", since="0.28.0"
+    ),
+    "vision-h2d ernie45_vl:Ernie4_5_VisionTransformer.rot_pos_emb (>=0.28,<0.29)": spans(
+        ">=0.28,<0.29", since="0.29.0"
+    ),
+    "vision-h2d ernie45_vl:Ernie4_5_VisionTransformer.prepare_encoder_metadata": spans(">=0.28,<0.30", since="0.30.0"),
+    "vision-h2d ernie45_vl:VariableResolutionResamplerModel.forward": spans(">=0.10.2,<0.28", since="0.28.0"),
+    "vision-h2d hunyuan_vision:HunYuanVisionTransformer.forward": spans(">=0.12,<0.29"),
+    "vision-h2d kanana_v:CustomQwen2VLVE.forward": spans(">=0.14,<0.29", since="0.29.0"),
+    "vision-h2d idefics2_vision_model:Idefics2VisionEmbeddings.forward (>=0.8,<0.28)": spans(">=0.8,<0.28"),
+    "vision-h2d idefics2_vision_model:Idefics2VisionEmbeddings.forward (>=0.28,<0.29)": spans(">=0.28,<0.29"),
+    "vision-h2d pixtral:VisionTransformer.forward": spans(">=0.8,<0.33"),
+    "vision-h2d pixtral:PixtralHFVisionModel.forward": spans(">=0.8"),
+    "vision-h2d dots_ocr:DotsVisionTransformer.rot_pos_emb": spans(">=0.11"),
+    "vision-h2d siglip2navit:Siglip2Encoder.rot_pos_emb": spans(">=0.10.2"),
+    "vision-h2d openpangu_vl:OpenPanguVisionTransformer.rot_pos_emb": spans(">=0.16"),
+    "vision-h2d mimo_v2_omni:MiMoVisionTransformer.rot_pos_emb": spans(">=0.21"),
+    "vision-h2d mimo_v2_omni:MiMoVisionTransformer.forward": spans(">=0.21"),
+    "vision-h2d lfm2_vl:Lfm2VLMultiModalProjector.forward": spans(">=0.15"),
+    "vision-h2d lfm2_vl:Lfm2VLForConditionalGeneration._get_lfm2vl_projector_gather_idx": spans(">=0.24"),
+    "vision-h2d cohere_compass:Cohere_VisionTransformer.rot_pos_emb": spans(">=0.30"),
+    "vision-h2d cohere_compass:CohereCompassForConditionalGeneration._postprocess_image_embeds_evs": spans(">=0.30"),
+    "vision-h2d phi4mm_audio:ConformerEncoder.calculate_hs_mask (>=0.8,<0.22)": spans(">=0.8,<0.22"),
+    "vision-h2d phi4mm_audio:TransformerEncoderBase.forward_embeddings (>=0.18,<0.22)": spans(">=0.18,<0.22"),
+    "vision-h2d phi4mm_audio:ConformerEncoder.calculate_hs_mask (>=0.22,<0.29)": spans(">=0.22,<0.29", since="0.29.0"),
+    "vision-h2d phi4mm_audio:TransformerEncoderBase.forward_embeddings (>=0.22,<0.29)": spans(
+        ">=0.22,<0.29", since="0.29.0"
+    ),
     "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (M)": [A, A, A, A, A, A, A, U, U, U],
     "mrope-positions gpu_model_runner:GPUModelRunner._prepare_inputs (XD)": [N, A, A, A, A, A, A, A, N, N],
     "flashinfer-plan flashinfer:FlashInferMetadataBuilder.build": [N, A, A, A, A, A, A, A, U, U],
@@ -108,6 +173,19 @@ def test_each_target_has_the_verdict_that_the_release_s_source_implies(release: 
     column = RELEASES.index(release)
     assert [row.verdict.value for row in found] == [verdicts[column] for verdicts in EXPECTED.values()]
     assert all(row.reason for row in found if row.verdict.value in (U, N))
+
+
+@pytest.mark.parametrize(
+    ("release", "file", "function"),
+    [
+        ("0.10.1.1", "keye", "KeyeForConditionalGeneration._process_image_input"),
+        ("0.10.1.1", "keye", "KeyeForConditionalGeneration._process_video_input"),
+        ("0.11.2", "qwen3_omni_moe_thinker", "Qwen3Omni_VisionTransformer.rot_pos_emb"),
+    ],
+)
+def test_a_form_of_few_releases_is_recognised_there(release: str, file: str, function: str) -> None:
+    rows = [row for row in check(load(), Site(fetch(release))) if row.function.endswith(f".{file}:{function}")]
+    assert [row.verdict.value for row in rows if row.verdict.value != "absent"] == ["applies"]
 
 
 def test_the_device_start_up_is_hooked_at_a_method_that_every_release_has() -> None:
