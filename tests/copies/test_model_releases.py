@@ -105,6 +105,111 @@ def compare(release, module, qualname, call, copies, **names):
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
+@pytest.fixture
+def without_pinning(monkeypatch):
+    """Pinned memory, where there is none to be had."""
+    for name in ("zeros", "empty"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *size, made=made, pin_memory=False, **kwargs: made(*size, **kwargs))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+
+
+@pytest.mark.parametrize(
+    ("release", "module"),
+    [
+        ("0.14.1", "vllm.v1.attention.backends.mla.common"),
+        ("0.22.1", "vllm.model_executor.layers.attention.mla_attention"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prefill_with_context_has_the_same_metadata(without_pinning, release, module, ranks):
+    query = torch.tensor([0, 5, 9, 16], dtype=torch.int32)
+    computed = torch.tensor([40, 0, 70], dtype=torch.int32)
+    kind = SimpleNamespace(ChunkedContextMetadata=SimpleNamespace)
+
+    class Prefill(SimpleNamespace):
+        ChunkedContextMetadata = SimpleNamespace
+
+    def cdiv(a, b):
+        return -(-a // b)
+
+    builder = SimpleNamespace(
+        device=torch.device("cpu"),
+        reorder_batch_threshold=1,
+        query_len_support="VARLEN",
+        chunked_prefill_workspace_size=64,
+        chunked_prefill_workspace=None,
+        aot_schedule=True,
+        page_size=16,
+        dcp_world_size=ranks,
+        dcp_local_block_size=16,
+        dcp_virtual_block_size=16 * ranks,
+        cp_kv_cache_interleave_size=16,
+        prefill_metadata_cls=Prefill,
+        metadata_cls=SimpleNamespace,
+        model_config=SimpleNamespace(get_head_size=lambda: 64, dtype=torch.float32),
+        q_data_type=torch.float32,
+        _prefill_backend=SimpleNamespace(prepare_metadata=lambda metadata: None),
+        **dict.fromkeys(("_use_cudnn_prefill", "_use_fi_prefill", "_use_trtllm_ragged_prefill"), False),
+    )
+    common = SimpleNamespace(
+        num_reqs=3,
+        num_actual_tokens=16,
+        max_query_len=7,
+        max_seq_len=77,
+        block_table_tensor=torch.zeros(3, 8, dtype=torch.int32),
+        slot_mapping=torch.zeros(16, dtype=torch.int64),
+        query_start_loc=query,
+        query_start_loc_cpu=query,
+        seq_lens=computed + query.diff(),
+        seq_lens_cpu_upper_bound=computed + query.diff(),
+        dcp_local_seq_lens=None,
+        compute_num_computed_tokens=lambda: computed,
+    )
+    names = {
+        "split_decodes_and_prefills": lambda *args, **kwargs: (0, 3, 0, 16),
+        "QueryLenSupport": _Members(),
+        "cdiv": cdiv,
+        "round_down": lambda a, b: a // b * b,
+        "get_dcp_local_seq_lens": lambda lens, *rest: lens.unsqueeze(-1).expand(-1, ranks),
+        "MLACommonPrefillMetadata": Prefill,
+        "CudnnPrefillMetadata": kind,
+        "FlashInferPrefillMetadata": kind,
+    }
+    calls = []
+
+    def build(function):
+        made = function(builder, 0, common).prefill.chunked_context
+        calls.append((made.token_to_seq, made.starts))
+        return made
+
+    compare(release, module, "MLACommonMetadataBuilder.build", build, 2, **names)
+    token_to_seq, starts = calls[-1]
+    assert token_to_seq.shape[0] == starts.shape[0] > 1 and set(token_to_seq.flatten().tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
+def test_runner_v2_copies_arrays_and_tensors_as_they_are_at_the_call(without_pinning, release):
+    def call(function):
+        source = np.arange(7, dtype=np.int32)
+        out = torch.zeros(7, dtype=torch.int32)
+        assert function(source, out) is out
+        made = function(torch.arange(5), None, torch.device("cpu"))
+        wide = function(torch.arange(12).view(3, 4)[:, :2], None, torch.device("cpu"))
+        source[:] = 9
+        return out, made, wide
+
+    compare(release, "vllm.v1.worker.gpu.buffer_utils", "async_copy_to_gpu", call, 3)
+
+
+@pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
+def test_runner_v2_runs_the_release_s_own_copy_where_there_is_no_staging(without_pinning, release):
+    with rewritten(release, "vllm.v1.worker.gpu.buffer_utils", "async_copy_to_gpu") as (function, site):
+        site.on = True
+        assert function(np.arange(3), None, torch.device("cpu")).tolist() == [0, 1, 2]
+    assert site.calls == 1 and site.fallbacks == 0
+
+
 GRID = [[1, 4, 6], [2, 2, 4]]
 ROTARY = torch.arange(0.0, 96.0).view(12, 8)
 VISION = {

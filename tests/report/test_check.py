@@ -156,6 +156,10 @@ EXPECTED = {
     "kv-swap gpu_worker:SingleDirectionOffloadingHandler.transfer_async (0.23 on)": [N, N, N, N, N, A, A, A, A, A],
     "kv-swap cuda_mem_ops:copy_blocks (to 0.28)": [N, N, A, A, A, A, A, A, N, N],
     "kv-swap cuda_mem_ops:copy_blocks (0.29 on)": [N, N, N, N, N, N, N, N, A, A],
+    "mla-context common:MLACommonMetadataBuilder.build": spans(">=0.12,<0.15"),
+    "mla-context mla_attention:MLACommonMetadataBuilder.build": spans(">=0.15,<0.24", since="0.24.0"),
+    "runner-v2-copies buffer_utils:async_copy_to_gpu (>=0.18,<0.24)": spans(">=0.18,<0.24"),
+    "runner-v2-copies buffer_utils:async_copy_to_gpu (>=0.24,<0.30)": spans(">=0.24,<0.30"),
 }
 
 
@@ -181,11 +185,13 @@ def test_each_target_has_the_verdict_that_the_release_s_source_implies(release: 
         ("0.10.1.1", "keye", "KeyeForConditionalGeneration._process_image_input"),
         ("0.10.1.1", "keye", "KeyeForConditionalGeneration._process_video_input"),
         ("0.11.2", "qwen3_omni_moe_thinker", "Qwen3Omni_VisionTransformer.rot_pos_emb"),
+        ("0.24.0", "mla_attention", "MLACommonMetadataBuilder.build"),
     ],
 )
 def test_a_form_of_few_releases_is_recognised_there(release: str, file: str, function: str) -> None:
     rows = [row for row in check(load(), Site(fetch(release))) if row.function.endswith(f".{file}:{function}")]
-    assert [row.verdict.value for row in rows if row.verdict.value != "absent"] == ["applies"]
+    expected = "upstream" if file == "mla_attention" else "applies"
+    assert [row.verdict.value for row in rows if row.verdict.value != "absent"] == [expected]
 
 
 def test_the_device_start_up_is_hooked_at_a_method_that_every_release_has() -> None:
