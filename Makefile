@@ -4,7 +4,7 @@ RELEASE := 0.22.1
 # vLLM for the CPU, 6 GB, outside the checkout so that it is made once. The tests run in it: they need torch and vLLM.
 LIVE ?= $(HOME)/.cache/h2d-patch/live-$(RELEASE)
 
-.PHONY: demo test lint live environment clean
+.PHONY: demo test lint live releases environment clean
 
 demo:  ## a real vLLM server with and without the fixes, compared
 	$(PYTHON) tools/demo.py
@@ -19,6 +19,9 @@ lint: .venv/made
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check h2d_patch tests tools bench
 	.venv/bin/mypy
+
+releases: .venv/made  ## look at every vLLM release: the table in the package, docs/releases.md, what changed (fetches 12 GB once, keeps 1.5)
+	.venv/bin/python tools/releases.py
 
 environment:
 	$(PYTHON) tools/live_env.py $(LIVE) --release $(RELEASE) --project . \

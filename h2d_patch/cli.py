@@ -20,6 +20,7 @@ from typing import Any
 from . import __version__
 from .manifest import Manifest, load
 from .patching.recognise import Verdict
+from .releases import shipped
 from .report import status
 from .report.check import Site, check
 from .report.state import clean, read_states
@@ -96,6 +97,8 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
     found = list(check(manifest, site, chosen))
     release = site.release()
     notes = [] if options.site else status.why_nothing(os.environ, proc=Path(os.devnull))
+    if unknown := shipped().about(release):
+        notes.append(f"{unknown}.")
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0") and not options.site:
         notes.append("VLLM_USE_V2_MODEL_RUNNER is set: targets of Model Runner V1 do not run in such a server.")
     if options.json:
@@ -105,7 +108,10 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
         ]
         _print_json({"vllm": release, "targets": targets, "notes": notes})
     else:
-        print(f"vLLM {release or 'of unknown version'} in {site.vllm.parent}")
+        distribution = site.distribution()
+        name = distribution.metadata["Name"] if distribution is not None else "vllm"
+        by = f" (the distribution {name})" if name != "vllm" else ""
+        print(f"vLLM {release or 'of unknown version'} in {site.vllm.parent}{by}")
         rows = [[row.fix, status.short(row.function), row.verdict.value, row.reason] for row in found]
         print(status.table(["fix", "function", "verdict", "reason"], rows))
         print(*notes, sep="\n", end="\n" if notes else "")

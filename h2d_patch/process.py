@@ -25,12 +25,13 @@ import wrapt
 from . import __version__, roles
 from .manifest import Fix, Manifest, load
 from .patching.install import build_rewrite, install_replacement, original_code
-from .patching.locate import Located, describe, locate, when_loaded
+from .patching.locate import Located, describe, locate, overriding, when_loaded
 from .patching.pattern import Definition
-from .patching.recognise import Target, Verdict, recognise
+from .patching.recognise import Target, Verdict, function_hash, recognise
 from .patching.rewrite import ModuleSource, Refused
 from .patching.switch import Site, Switch, last_line
-from .report.check import Installed, parsed
+from .releases import shipped
+from .report.check import Installed, parsed, without_source
 from .report.state import SCHEMA, StateWriter, start_time
 from .report.status import DOES_NOT_APPLY, NOT_SELECTED
 from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, run_dir
@@ -70,11 +71,14 @@ class Patch:
         self.site = Site()
         self.selftest_ms: float | None = None
         self.undo: Callable[[], None] | None = None
+        self.holder: Any = None  # the class or module that the function was put into
 
     def state(self) -> dict[str, Any]:
         verdict, reason = self.verdict, self.reason
         if verdict is Verdict.ACTIVE and not self.site.on:
             verdict, reason = Verdict.OFF, "switched off"
+        elif verdict is Verdict.ACTIVE and (by := overriding(self.holder, self.target.qualname.rpartition(".")[2])):
+            reason = "; ".join(filter(None, (reason, f"not in {', '.join(by)}, which overrides it")))
         return {
             "fix": self.fix.id,
             "function": self.target.function,
@@ -144,8 +148,14 @@ class Process:
         installed = Installed()
         for patch in self.patches:
             module = patch.target.module
-            if patch.verdict is Verdict.PENDING and module not in sys.modules and installed.module(module) is None:
-                self._decide(patch, Verdict.ABSENT, f"there is no module {module} here")
+            if patch.verdict is not Verdict.PENDING or module in sys.modules:
+                continue
+            try:
+                found = installed.module(module)
+            except Refused:  # it may never be loaded; if it is, that is said then
+                continue
+            if found is None:
+                self._absent(patch, f"there is no module {module} here")
         for name in dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING):
             self._when_loaded(name, self.module_loaded)
         for name in STARTUP_MODULES:
@@ -172,14 +182,16 @@ class Process:
 
     def _patch_module(self, module: types.ModuleType) -> None:
         source: ModuleSource | None = None
+        compiled = without_source(getattr(module, "__file__", None) or "")
         for patch in self.patches:
             if patch.target.module != module.__name__ or patch.verdict is not Verdict.PENDING:
                 continue
             try:
+                if compiled:
+                    raise Refused(compiled)
                 located = locate(module, patch.target.qualname)
                 if located is None:
-                    where = f"{patch.target.qualname} in {module.__name__}"
-                    self._decide(patch, Verdict.ABSENT, f"this release has no {where}")
+                    self._absent(patch, f"this release has no {patch.target.qualname} in {module.__name__}")
                     continue
                 source = source or _source_of(module)
                 self._patch(patch, source, located)
@@ -194,8 +206,9 @@ class Process:
         target = patch.target
         definition = source.definition_of(target.qualname, original_code(located.function))
         recognition = recognise(target, definition, parsed(self.release))
+        reason = self._beside_release(patch, function_hash(source, target.qualname), recognition.reason)
         if recognition.verdict is not Verdict.APPLIES:
-            self._decide(patch, recognition.verdict, recognition.reason)
+            self._decide(patch, recognition.verdict, reason)
             return
         foreign = located.foreign(len(definition.decorator_list))
         if foreign is not None:
@@ -217,7 +230,16 @@ class Process:
             return
         patch.undo = install()
         self.switches[patch.fix.id].add(patch.site, located.clear_cache)
-        self._decide(patch, Verdict.ACTIVE, recognition.reason)
+        patch.holder = located.holder
+        self._decide(patch, Verdict.ACTIVE, reason)
+
+    def _absent(self, patch: Patch, reason: str) -> None:
+        self._decide(patch, Verdict.ABSENT, self._beside_release(patch, None, reason))
+
+    def _beside_release(self, patch: Patch, source: str | None, reason: str) -> str:
+        """`reason`, behind what sets the function with that source hash apart from the release's own."""
+        difference = shipped().difference(patch.target.function, source, parsed(self.release))
+        return "; ".join(filter(None, (difference, reason)))
 
     def _build(
         self, patch: Patch, source: ModuleSource, definition: Definition, located: Located
@@ -402,7 +424,8 @@ def start() -> None:
             _refused = True  # said once; with strict, every time
             return
         chosen = ", ".join(sorted(selected)) or "no fix selected"
-        logger.info("h2d_patch %s: %s (h2d-patch status)", __version__, chosen)
+        unknown = shipped().about(current.release)
+        logger.info("h2d_patch %s: %s (h2d-patch status)%s", __version__, chosen, unknown and f"; {unknown}")
     with _nothing_escapes("start-up"):
         current.watch()
         current.writer.start()

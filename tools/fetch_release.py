@@ -3,7 +3,8 @@
     python tools/fetch_release.py 0.22.1 0.33.0 ...
 
 Downloads each release's wheel and keeps its *.py and *.dist-info under ~/.cache/h2d-patch/sources/vllm-RELEASE
-(H2D_PATCH_SOURCES names another folder). What is there already is left alone. Standard library only.
+(H2D_PATCH_SOURCES names another folder). What is there already is left alone. A release that its authors have yanked is
+fetched too, and marked. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+
+# In the folder of a release that had been yanked when it was fetched: what pip said of it.
+_YANKED = "yanked.txt"
 
 
 class FetchFailed(Exception):
@@ -35,10 +39,12 @@ def fetch(release: str) -> Path:
         return wanted
     wanted.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=wanted.parent, prefix=f".vllm-{release}-") as scratch:
-        wheel = download(release, Path(scratch))
+        wheel, said = download(release, Path(scratch))
         half = Path(scratch) / "half"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(half, [n for n in archive.namelist() if n.endswith(".py") or ".dist-info/" in n])
+        if "yanked version" in said:
+            (half / _YANKED).write_text(said, encoding="utf-8")
         try:
             half.rename(wanted)
         except OSError:
@@ -47,17 +53,22 @@ def fetch(release: str) -> Path:
     return wanted
 
 
-def download(release: str, folder: Path) -> Path:
-    """The wheel of that release, for whatever Python it was built: nothing of it is ever run."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    done = subprocess.run(
-        [*command, "-d", str(folder), f"vllm=={release}"], capture_output=True, text=True, check=False
-    )
+def is_yanked(folder: Path) -> bool:
+    """Whether the release that was fetched into `folder` had been yanked by then."""
+    return (folder / _YANKED).exists()
+
+
+def download(release: str, folder: Path) -> tuple[Path, str]:
+    """The wheel of that release, for whatever Python it was built (nothing of it is run), and what pip warned of."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
+    command += ["--no-cache-dir", "--only-binary=:all:", "--ignore-requires-python"]
+    command += ["-d", str(folder), f"vllm=={release}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = (done.stderr.strip() or "nothing").splitlines()[-1]
         raise FetchFailed(f"vLLM {release}: pip exited {done.returncode} and said: {said[:400]}")
-    return wheels[0]
+    return wheels[0], done.stderr
 
 
 def main(releases: Sequence[str]) -> int:

@@ -99,6 +99,18 @@ def rebind(original: object, replacement: object) -> list[tuple[types.ModuleType
     return places
 
 
+def overriding(holder: Any, name: str) -> list[str]:
+    """The loaded subclasses of `holder`, written in another package, that have a `name` of their own."""
+    found = []
+    level: list[Any] = type.__subclasses__(holder) if isinstance(holder, type) else []
+    while level:
+        for kind in level:
+            if name in vars(kind) and kind.__module__.partition(".")[0] != holder.__module__.partition(".")[0]:
+                found.append(f"{kind.__module__}.{kind.__qualname__}")
+        level = [inner for kind in level for inner in type.__subclasses__(kind)]
+    return sorted(set(found))
+
+
 def describe(found: Any) -> str:
     """Where something callable was defined, for a person."""
     seen = _written(found)

@@ -123,6 +123,14 @@ def source_hash(definition: Definition) -> str:
     return hashlib.sha256(repr(normal_form(definition)).encode()).hexdigest()[:16]
 
 
+def function_hash(source: ModuleSource | None, qualname: str) -> str | None:
+    """`source_hash` of the function `qualname`, over all of its definitions; None where it has none."""
+    hashes = [source_hash(definition) for definition in source.named(qualname)] if source is not None else []
+    if len(hashes) > 1:
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+    return hashes[0] if hashes else None
+
+
 def _rewritable(rewrite: Rewrite, definition: Definition, supersedes: str | None) -> Recognition:
     if not supersedes and _has_any(rewrite.upstream, definition):
         return _UPSTREAM

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import re
 import sys
+import zipfile
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from packaging.version import InvalidVersion, Version
 
 from ..manifest import Manifest
-from ..patching.recognise import Recognition, Verdict, recognise_statically
-from ..patching.rewrite import ModuleSource
+from ..patching.recognise import Verdict, function_hash, recognise_statically
+from ..patching.rewrite import ModuleSource, Refused
+from ..releases import Releases, shipped
 from ..settings import ConfigurationError
 
 _VERSION_LINE = re.compile(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", re.MULTILINE)
@@ -22,12 +28,13 @@ _VERSION_LINE = re.compile(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]"""
 
 @dataclass(frozen=True)
 class Checked:
-    """One target's static verdict."""
+    """One target's static verdict, and the hash of its function's source (None: there is none to be read)."""
 
     fix: str
     function: str
     verdict: Verdict
     reason: str
+    source: str | None = None
 
 
 class Installed:
@@ -35,14 +42,23 @@ class Installed:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
+        self._packages: dict[str, Path | None] = {}
 
     def package(self, name: str) -> Path | None:
         """The directory of a top-level package, or None."""
+        if name not in self._packages:
+            self._packages[name] = self._find(name)
+        return self._packages[name]
+
+    def _find(self, name: str) -> Path | None:
         if self._directory is not None:
-            path = self._directory / name
-            if (path / "__init__.py").is_file():
-                return path
-            return path.with_suffix(".py") if path.with_suffix(".py").is_file() else None
+            for directory in itertools.chain([self._directory], _editable(self._directory, name)):
+                path = directory / name
+                if any((path / f"__init__{suffix}").is_file() for suffix in (".py", ".pyc")):
+                    return path
+                if path.with_suffix(".py").is_file():
+                    return path.with_suffix(".py")
+            return None
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError):
@@ -53,14 +69,40 @@ class Installed:
         return Path(spec.origin) if spec is not None and spec.origin else None
 
     def module(self, name: str) -> Path | None:
-        """The source file of a module, or None."""
+        """The source file of a module; None where there is no such module. Raises Refused where it has no source."""
         top, *rest = name.split(".")
         path = self.package(top)
         if path is None:
             return None
+        if path.is_file():
+            return path
         path = path.joinpath(*rest)
-        candidates = (path, path / "__init__.py", path.with_name(path.name + ".py"))
-        return next((candidate for candidate in candidates if candidate.is_file()), None)
+        if (archive := next((parent for parent in path.parents if parent.is_file()), None)) and _holds(archive, path):
+            raise Refused(f"{name} is in an archive, {archive}; sources are read from files only")
+        for place in (path / "__init__", path):  # in the order in which Python would take them
+            for found in (*place.parent.glob(f"{place.name}.*so"), *map(place.with_suffix, (".py", ".pyc"))):
+                if found.is_file():
+                    if why := without_source(str(found)):
+                        raise Refused(why)
+                    return found
+        return None
+
+
+def _holds(archive: Path, path: Path) -> bool:
+    """Whether a module or package is in a zip file; `path` is where it would be if that were a folder."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            inner = path.relative_to(archive).as_posix()
+            return any(name.startswith((f"{inner}.", f"{inner}/__init__.")) for name in opened.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def without_source(filename: str) -> str | None:
+    """Why a module that is loaded from `filename` cannot be judged; None where that is its source."""
+    if filename.endswith((".pyc", ".so")):
+        return f"{filename} is compiled; its source, by which it would be judged, is not there"
+    return None
 
 
 class Site(Installed):
@@ -87,40 +129,81 @@ class Site(Installed):
             found = None
         if found:
             return found.group(1)
-        for distribution in metadata.distributions(path=[str(self.vllm.parent)]):
+        distribution = self.distribution()
+        return distribution.version if distribution is not None else None
+
+    def distribution(self) -> metadata.Distribution | None:
+        """What provides the package: vLLM's own distribution, a fork's, or a checkout installed as editable."""
+        beside = [str(self.vllm.parent), *([str(self._directory)] if self._directory else [])]
+        for distribution in metadata.distributions(path=[*beside, *([] if self._directory else sys.path)]):
             name = (distribution.metadata["Name"] or "").lower()
-            if name.startswith("vllm") and distribution.locate_file("vllm/__init__.py").exists():  # type: ignore[attr-defined]
-                return distribution.version
+            if name.startswith("vllm") and (
+                distribution.locate_file("vllm/__init__.py").exists()  # type: ignore[attr-defined]
+                or any(self.vllm.is_relative_to(root) for root in _checkouts(distribution))
+            ):
+                return distribution
         return None
 
 
-def check(manifest: Manifest, site: Site, selected: Collection[str] | None = None) -> Iterator[Checked]:
+def _editable(directory: Path, package: str) -> Iterator[Path]:
+    """The folders of checkouts that are installed as editable in `directory` and have `package` in them."""
+    for distribution in metadata.distributions(path=[str(directory)]):
+        for root in _checkouts(distribution):
+            yield from (folder for folder in (root, root / "src") if (folder / package).is_dir())
+
+
+def _checkouts(distribution: metadata.Distribution) -> list[Path]:
+    """Where the files of an editable distribution are (PEP 610); empty for any other."""
+    try:
+        said = json.loads(distribution.read_text("direct_url.json") or "null")
+        if said["dir_info"].get("editable") and said["url"].startswith("file://"):
+            return [Path(url2pathname(urlsplit(said["url"]).path))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return []
+
+
+def check(
+    manifest: Manifest, site: Site, selected: Collection[str] | None = None, releases: Releases | None = None
+) -> Iterator[Checked]:
     """The verdict on every target of `manifest` for the vLLM in `site`; each module is read once.
 
-    Where a target applies, its reason says so if its fix is not among `selected` (None: those on by default).
+    Where a target applies, its reason says so if its fix is not among `selected` (None: those on by default); where its
+    function is not that of the release, as `releases` knows it (None: as shipped), its reason says that first.
     """
     release = parsed(site.release())
+    releases = shipped() if releases is None else releases
     sources: dict[str, ModuleSource | None] = {}
     refusals: dict[str, str] = {}
+    hashes: dict[str, str | None] = {}
     for fix, target in manifest.targets():
         if target.module not in sources and target.module not in refusals:
-            path = site.module(target.module)
+            path = None
             try:
+                path = site.module(target.module)
                 sources[target.module] = ModuleSource(path.read_bytes(), str(path)) if path else None
+            except Refused as refusal:
+                refusals[target.module] = str(refusal)
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 refusals[target.module] = f"{path} cannot be read as source: {error or type(error).__name__}"
-        if target.module in refusals:
-            result = Recognition(Verdict.REFUSED, refusals[target.module])
-        else:
+        reason = refusals.get(target.module)
+        if reason is None:
+            source = sources[target.module]
             try:
-                result = recognise_statically(target, sources[target.module], release)
+                result = recognise_statically(target, source, release)
+                if target.function not in hashes:
+                    hashes[target.function] = function_hash(source, target.qualname)
             except (RecursionError, MemoryError):
-                result = Recognition(Verdict.REFUSED, f"{target.qualname} is nested too deeply to be read")
-        reason = result.reason
+                reason = f"{target.qualname} is nested too deeply to be read"
+        if reason is not None:
+            yield Checked(fix.id, target.function, Verdict.REFUSED, reason)
+            continue
+        unasked = ""
         if result.verdict is Verdict.APPLIES and not (fix.default if selected is None else fix.id in selected):
             unasked = "off by default" if selected is None else "not selected by H2D_PATCH"
-            reason = f"{unasked}; {reason}" if reason else unasked
-        yield Checked(fix.id, target.function, result.verdict, reason)
+        found = hashes[target.function]
+        reasons = (releases.difference(target.function, found, release), unasked, result.reason)
+        yield Checked(fix.id, target.function, result.verdict, "; ".join(filter(None, reasons)), found)
 
 
 def parsed(release: str | None) -> Version | None:
