@@ -205,7 +205,7 @@ class Process:
     def _patch(self, patch: Patch, source: ModuleSource, located: Located) -> None:
         target = patch.target
         definition = source.definition_of(target.qualname, original_code(located.function))
-        recognition = recognise(target, definition, parsed(self.release))
+        recognition = recognise(target, source, definition, parsed(self.release))
         reason = self._beside_release(patch, function_hash(source, target.qualname), recognition.reason)
         if recognition.verdict is not Verdict.APPLIES:
             self._decide(patch, recognition.verdict, reason)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 DRIVER_PAYS: Final = Declined("the driver's batch is as fast for so few or so large blocks", counted=False)
 _FORM: Final = Declined("descriptors are not three dense 1-D int64 CPU tensors of one length")
+# The one that releases have (0.21 on); what another would ask for, we would not do.
+_KNOWN: Final = frozenset({"is_src_access_order_any"})
+_KEYWORDS: Final = Declined("an argument that no known release gives")
 _NUMBERS: Final = Declined("a size or an address that is negative")  # 2^63 and above are, as int64
 _OUTSIDE: Final = Declined("an address outside the tensors of the swap")
 _DEVICE: Final = Declined("the tensors are not on the current device")
@@ -145,6 +148,8 @@ def swap_blocks(
     `src`, `dst`, `sizes`: CPU tensors, int64 `[n]`, read before this returns. All blocks lie inside `src_tensors` and
     `dst_tensors`; those on the CPU are 2-D, rows of bytes, maybe views of a larger region that is pinned in part.
     """
+    if kwargs.keys() - _KNOWN:
+        return _KEYWORDS
     if not (_descriptor(src) and _descriptor(dst) and _descriptor(sizes) and len(src) == len(dst) == len(sizes)):
         return _FORM
     host, device = (dst_tensors, src_tensors) if gpu_to_cpu else (src_tensors, dst_tensors)

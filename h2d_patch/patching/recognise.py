@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .pattern import Definition, Pattern, normal_form
-from .rewrite import ModuleSource, Refused, Rewrite
+from .rewrite import ModuleSource, Refused, Rewrite, of_self
 
 
 class Verdict(str, Enum):
@@ -77,12 +77,12 @@ class Recognition:
     reason: str
 
 
-def recognise(target: Target, definition: Definition, release: Version | None) -> Recognition:
+def recognise(target: Target, source: ModuleSource, definition: Definition, release: Version | None) -> Recognition:
     """The verdict on one definition of `target`'s function: applies, upstream, absent (nothing to fix) or refused."""
     results = (
         [_replaceable(target.replace, definition)]
         if target.replace
-        else [_rewritable(rewrite, definition, target.supersedes) for rewrite in target.rewrites]
+        else [_rewritable(rewrite, source, definition, target.supersedes) for rewrite in target.rewrites]
     )
     verdicts = {result.verdict for result in results}
     verdict = verdicts.pop() if len(verdicts) == 1 else Verdict.REFUSED
@@ -107,7 +107,7 @@ def recognise_statically(target: Target, source: ModuleSource | None, release: V
     definitions = [definition for definition in source.named(target.qualname) if not _only_typed(definition)]
     if not definitions:
         return Recognition(Verdict.ABSENT, f"this release has no {target.qualname} in {target.module}")
-    found = [recognise(target, definition, release) for definition in definitions]
+    found = [recognise(target, source, definition, release) for definition in definitions]
     if len({result.verdict for result in found}) > 1:
         return Recognition(Verdict.REFUSED, f"{target.qualname} is defined {len(found)} times, in different forms")
     return found[0]
@@ -131,13 +131,17 @@ def function_hash(source: ModuleSource | None, qualname: str) -> str | None:
     return hashes[0] if hashes else None
 
 
-def _rewritable(rewrite: Rewrite, definition: Definition, supersedes: str | None) -> Recognition:
+def _rewritable(rewrite: Rewrite, source: ModuleSource, definition: Definition, supersedes: str | None) -> Recognition:
     if not supersedes and _has_any(rewrite.upstream, definition):
         return _UPSTREAM
     try:
         rewrite.matches(definition)
     except Refused as refusal:
         return Recognition(Verdict.REFUSED, str(refusal))
+    # One that a vendor has renamed would be missed in the middle of a request.
+    if missing := sorted(rewrite.needs() - of_self([source.scope(definition)])):
+        reason = f"its class does not use self.{missing[0]}, which the new expression needs"
+        return Recognition(Verdict.REFUSED, reason)
     return Recognition(Verdict.APPLIES, "")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,10 @@ class Rewrite:
             self._check_evaluation(match)
         return found
 
+    def needs(self) -> set[str]:
+        """The attributes of `self` that the new expression asks for, and the old does not."""
+        return of_self(self.put.roots) - of_self(self.find.roots)
+
     def _check_evaluation(self, match: Match) -> None:
         counts = self.put.wildcards()
         for name, before in self.find.wildcards().items():
@@ -66,6 +70,16 @@ class Rewrite:
                 raise Refused(
                     f"{name} in line {match.line} would be evaluated {counts.get(name, 0)} times instead of {before}"
                 )
+
+
+def of_self(roots: Iterable[ast.AST]) -> set[str]:
+    """The attributes of `self` that are named in it."""
+    return {
+        node.attr
+        for root in roots
+        for node in ast.walk(root)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
 
 
 class ModuleSource:
@@ -82,6 +96,10 @@ class ModuleSource:
 
     def named(self, qualname: str) -> list[Definition]:
         return self._named.get(qualname, [])
+
+    def scope(self, node: Definition) -> ast.AST:
+        """The class, with all of its methods, that a function of this module is defined in; else the function."""
+        return next((part for part in reversed(self._chain[id(node)]) if isinstance(part, ast.ClassDef)), node)
 
     def definition_of(self, qualname: str, code: types.CodeType) -> Definition:
         """The definition of `qualname` whose unchanged compilation gives `code`.

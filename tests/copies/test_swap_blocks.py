@@ -273,6 +273,15 @@ def test_where_the_driver_is_as_fast_it_runs_and_that_is_no_fallback(ledger, cho
     assert asked == [(gpu_to_cpu, float(sizes.sum()) / 15, 15)]
 
 
+def test_an_argument_that_no_known_release_gives_leaves_the_call_to_the_original(ledger):
+    *_, source_views, _, target_views, src, dst, sizes = swap_case()
+    ran = []
+    bound = copies.swap_blocks.bind(ledger)
+    with forced_staging(1 << 16):
+        bound(lambda *a, **k: ran.append(k), src, dst, sizes, False, source_views, target_views, compress=True)
+    assert ran == [{"compress": True}] and ledger.reasons == ["an argument that no known release gives"]
+
+
 def test_the_choice_is_that_of_the_nearest_measured_cell():
     def cells(name):
         return [[Choice(f"{name}{size}x{count}") for count in (1, 100)] for size in (1000, 4000, 16000)]
