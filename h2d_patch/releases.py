@@ -57,10 +57,8 @@ class Releases:
             return ""
         oldest, newest = min(self.known), max(self.known)
         if version > newest:
-            return (
-                f"vLLM {release} is new: later than {newest}, the last release known here; judged by its sources alone"
-            )
-        return f"vLLM {release} is none of the releases known here ({oldest} to {newest}); judged by its sources alone"
+            return f"vLLM {release} is new (later than {newest}, the last known here): judged by its sources alone"
+        return f"vLLM {release} is none of the releases known here ({oldest} to {newest}): judged by its sources alone"
 
     def difference(self, function: str, source: str | None, release: Version | None) -> str:
         """How an installed function, whose source has the hash `source`, differs from the release's own; or empty."""

@@ -223,13 +223,95 @@ def test_a_changed_source_is_refused_and_the_original_runs(server: Server) -> No
     assert "refused" in done.stderr
 
 
-def test_a_function_wrapped_by_another_plugin_is_refused_and_the_plugin_named(server: Server) -> None:
+WRAPPERS = {
+    "by hand": "def wrapper(*a, **k):\n    return inner(*a, **k)\n",
+    "functools.wraps": "import functools\n@functools.wraps(inner)\ndef wrapper(*a, **k):\n    return inner(*a, **k)\n",
+    "wrapt": "import wrapt\n@wrapt.decorator\ndef around(f, instance, a, k):\n    return f(*a, **k)\nwrapper = around(inner)\n",
+    "a class": "class Wrapper:\n    def __get__(self, *at):\n        return inner.__get__(*at)\nwrapper = Wrapper()\n",
+    "a partial": "import functools\nwrapper = functools.partialmethod(inner)\n",
+    "another function": "def wrapper(self, x):\n    return x + 1\n",
+}
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_a_function_wrapped_by_another_plugin_is_refused_and_what_wraps_it_named(server: Server, how: str) -> None:
     (server.path / "other_plugin.py").write_text(
-        "import our_model\ninner = our_model.Model.forward\ndef wrapper(*a, **k):\n    return inner(*a, **k)\n"
-        "our_model.Model.forward = wrapper\n"
+        f"import our_model\ninner = our_model.Model.forward\n{WRAPPERS[how]}our_model.Model.forward = wrapper\n"
     )
-    found = target(server.run("import other_plugin\n" + CALL))
-    assert found["verdict"] == "refused" and "other_plugin.py:3" in found["reason"]
+    done = server.run("import other_plugin\n" + CALL)
+    found = target(done)
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0, 2.0]"
+    assert found["verdict"] == "refused"
+    assert ("functools.partialmethod" if how == "a partial" else "other_plugin") in found["reason"]
+
+
+def test_a_wrapper_that_comes_after_us_keeps_the_fix_inside_it(server: Server) -> None:
+    script = """
+    register()
+    import our_model
+    inner = our_model.Model.forward
+    our_model.Model.forward = lambda self, x: inner(self, x)
+    from h2d_patch import process
+    our_model.Model().forward(torch.ones(3))
+    print(json.dumps(process.current.state()["targets"][-2]))
+    """
+    found = target(server.run(script))
+    assert (found["verdict"], found["calls"]) == ("active", 1)
+
+
+def test_a_subclass_of_another_package_that_overrides_the_function_is_named(server: Server) -> None:
+    (server.path / "platform_plugin.py").write_text(
+        "import our_model\nclass Model(our_model.Model):\n    def forward(self, x):\n        return x\n"
+        "class Kept(our_model.Model):\n    pass\n"
+    )
+    found = target(server.run(CALL.replace("import our_model", "import our_model, platform_plugin")))
+    assert (found["verdict"], found["calls"]) == ("active", 1)
+    assert found["reason"] == "not in platform_plugin.Model, which overrides it"
+
+
+NO_SOURCE = {
+    "compiled": (
+        "import py_compile; py_compile.compile(PATH, PATH + 'c'); os.remove(PATH)",
+        "our_model.pyc is compiled",
+    ),
+    "in an archive": (
+        "import zipfile; z = zipfile.ZipFile(PATH[:-3] + '.zip', 'w'); z.write(PATH, 'our_model.py'); z.close()\n"
+        "os.remove(PATH); sys.path.insert(0, PATH[:-3] + '.zip')",
+        "our_model.zip/our_model.py cannot be read as source",
+    ),
+    "gone since it was loaded": ("import our_model; os.remove(PATH)", "our_model.py cannot be read as source"),
+    "changed since it was loaded": (
+        "import our_model; open(PATH, 'w').write('x = 1')",
+        "our_model.py is not the source of the running function",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", NO_SOURCE)
+def test_a_module_without_its_source_is_refused_and_the_original_runs(server: Server, how: str) -> None:
+    script, says = NO_SOURCE[how]
+    script = script.replace("PATH", repr(str(server.path / "our_model.py")))
+    done = server.run(script + "\n" + CALL)
+    assert done.stdout.splitlines()[0] == "[2.0, 2.0, 2.0]"
+    assert target(done)["verdict"] == "refused" and says in target(done)["reason"]
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("99.0", "vLLM 99.0 is new"),
+        ("0.22.1+vendor", ""),
+        ("0.22.2.dev7", "none of the releases"),
+        ("dev", "cannot be told"),
+    ],
+)
+def test_the_log_says_at_the_start_when_nobody_has_looked_at_this_release(
+    server: Server, version: str, says: str
+) -> None:
+    (server.path / "vllm.py").write_text(f"__version__ = {version!r}\n")
+    done = server.run("import logging, vllm\nlogging.basicConfig(level=logging.INFO)\n" + CALL)
+    (line,) = [line for line in done.stderr.splitlines() if "(h2d-patch status)" in line]
+    assert says in line and (says or line.endswith("(h2d-patch status)"))
 
 
 @pytest.mark.parametrize(

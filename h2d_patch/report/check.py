@@ -24,6 +24,7 @@ from ..releases import Releases, shipped
 from ..settings import ConfigurationError
 
 _VERSION_LINE = re.compile(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", re.MULTILINE)
+_RECORD_LINE = re.compile(r"^vllm/__init__\.pyc?,", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,11 @@ class Installed:
         path = self.package(top)
         if path is None:
             return None
-        if path.is_file():
-            return path
         path = path.joinpath(*rest)
         if (archive := next((parent for parent in path.parents if parent.is_file()), None)) and _holds(archive, path):
             raise Refused(f"{name} is in an archive, {archive}; sources are read from files only")
         for place in (path / "__init__", path):  # in the order in which Python would take them
-            for found in (*place.parent.glob(f"{place.name}.*so"), *map(place.with_suffix, (".py", ".pyc"))):
+            for found in (path, *place.parent.glob(f"{place.name}.*so"), *map(place.with_suffix, (".py", ".pyc"))):
                 if found.is_file():
                     if why := without_source(str(found)):
                         raise Refused(why)
@@ -92,7 +91,7 @@ def _holds(archive: Path, path: Path) -> bool:
     """Whether a module or package is in a zip file; `path` is where it would be if that were a folder."""
     try:
         with zipfile.ZipFile(archive) as opened:
-            inner = path.relative_to(archive).as_posix()
+            inner = path.relative_to(archive).as_posix().removesuffix(".py")
             return any(name.startswith((f"{inner}.", f"{inner}/__init__.")) for name in opened.namelist())
     except (OSError, zipfile.BadZipFile):
         return False
@@ -134,11 +133,10 @@ class Site(Installed):
 
     def distribution(self) -> metadata.Distribution | None:
         """What provides the package: vLLM's own distribution, a fork's, or a checkout installed as editable."""
-        beside = [str(self.vllm.parent), *([str(self._directory)] if self._directory else [])]
-        for distribution in metadata.distributions(path=[*beside, *([] if self._directory else sys.path)]):
-            name = (distribution.metadata["Name"] or "").lower()
-            if name.startswith("vllm") and (
-                distribution.locate_file("vllm/__init__.py").exists()  # type: ignore[attr-defined]
+        beside = [str(self.vllm.parent), *([str(self._directory)] if self._directory else sys.path)]
+        for distribution in metadata.distributions(path=beside):
+            if (distribution.metadata["Name"] or "").lower().startswith("vllm") and (
+                _RECORD_LINE.search(distribution.read_text("RECORD") or "")
                 or any(self.vllm.is_relative_to(root) for root in _checkouts(distribution))
             ):
                 return distribution
