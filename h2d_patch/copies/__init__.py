@@ -26,6 +26,7 @@ __all__ = [
     "copy_h2d",
     "forced_staging",
     "nested_to_device",
+    "snapshot_to_device",
     "start",
     "stop",
     "swap_addresses",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 to_device = CopyFunction("to_device", "h2d")
+snapshot_to_device = CopyFunction("snapshot_to_device", "h2d")
 copy_h2d = CopyFunction("copy_h2d", "h2d")
 cat_to_device = CopyFunction("cat_to_device", "h2d")
 nested_to_device = CopyFunction("nested_to_device", "h2d")
@@ -44,7 +46,8 @@ swap_tensors = CopyFunction("swap_tensors", "swap_forms")
 swap_addresses = CopyFunction("swap_addresses", "swap_forms")
 
 _FUNCTIONS = (
-    to_device, copy_h2d, cat_to_device, nested_to_device, call_pinned, swap_blocks, swap_tensors, swap_addresses,
+    to_device, snapshot_to_device, copy_h2d, cat_to_device, nested_to_device, call_pinned, swap_blocks, swap_tensors,
+    swap_addresses,
 )  # fmt: skip
 EXPORTS: Mapping[str, CopyFunction] = MappingProxyType({function.name: function for function in _FUNCTIONS})
 

@@ -25,6 +25,7 @@ ASYNCHRONOUS_ALREADY: Final = Declined("source is pinned and dense", counted=Fal
 NOTHING_TO_COPY: Final = Declined("nothing to copy", counted=False)
 BLOCKING: Final = Declined("a copy that is meant to block", counted=False)
 OTHER_ARGUMENTS: Final = Declined("arguments of .to() other than device and dtype")
+CONVERTED_ON_THE_HOST: Final = Declined("a copy that waits, and converts on the host")
 
 _SUBCLASS: Final = Declined("a tensor subclass")
 _GRADIENT: Final = Declined("requires a gradient")
@@ -192,8 +193,8 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
     return None if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1) else result
 
 
-def _by_size(source: torch.Tensor, ring: Ring, converts: bool) -> torch.Tensor | Declined:
-    """The same for any tensor, in one piece of the ring or several."""
+def _by_size(source: torch.Tensor, ring: Ring, converts: bool, pinned_too: bool = False) -> torch.Tensor | Declined:
+    """The same for any tensor, in one piece of the ring or several; `pinned_too`: one that is pinned as well."""
     declined = unfit(source)
     if declined is not None:
         return declined
@@ -201,13 +202,14 @@ def _by_size(source: torch.Tensor, ring: Ring, converts: bool) -> torch.Tensor |
     if not nbytes:
         return NOTHING_TO_COPY
     contiguous = source.is_contiguous()
-    if contiguous and ring.is_pinned and source.is_pinned():
+    looks = ring.is_pinned and not pinned_too
+    if contiguous and looks and source.is_pinned():
         return ASYNCHRONOUS_ALREADY
     result = _empty_like(source, device=ring.device)
     if type(result) is not _Tensor:
         return _SUBCLASS
     strides = result.stride()  # those of the source, if it has no gaps
-    if not contiguous and not converts and ring.is_pinned and strides == source.stride() and source.is_pinned():
+    if not contiguous and not converts and looks and strides == source.stride() and source.is_pinned():
         return ASYNCHRONOUS_ALREADY
     declined = _send(ring, source, strides, result, nbytes)
     return result if declined is None else declined
@@ -280,6 +282,25 @@ def _no_room(ring: Ring, nbytes: int) -> Declined | None:
 
 def original_to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: Any) -> Any:
     return source.to(*args, non_blocking=non_blocking, **kwargs)
+
+
+def snapshot_to_device(source: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor | Declined:
+    """`source.to(*args, **kwargs)`, which waits until it is done: the caller may write to `source` at once.
+
+    So pinned memory is staged too, which `to_device` leaves to torch.
+    """
+    if not isinstance(source, _Tensor) or not source.is_cpu:
+        return NOT_FROM_CPU
+    ring, dtype = _ring_to(args, kwargs)
+    if type(ring) is Declined:
+        return ring
+    if dtype is not None and dtype is not source.dtype:
+        return CONVERTED_ON_THE_HOST
+    return _by_size(source, ring, converts=False, pinned_too=True)
+
+
+def original_snapshot_to_device(source: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return source.to(*args, **kwargs)
 
 
 def copy_h2d(dst: Any, src: Any, non_blocking: bool = True, pin: bool = False) -> torch.Tensor | Declined:
@@ -482,12 +503,14 @@ bind_to_device: Final = falling_back(to_device, original_to_device)
 
 BINDERS: Final[Mapping[str, Binder]] = {
     "to_device": bind_to_device,
+    "snapshot_to_device": falling_back(snapshot_to_device, original_snapshot_to_device),
     "copy_h2d": falling_back(copy_h2d, original_copy_h2d),
     "cat_to_device": falling_back(cat_to_device, original_cat_to_device),
     "nested_to_device": bind_nested,
 }
 ORIGINALS: Final[Mapping[str, Callable[..., Any]]] = {
     "to_device": original_to_device,
+    "snapshot_to_device": original_snapshot_to_device,
     "copy_h2d": original_copy_h2d,
     "cat_to_device": original_cat_to_device,
     "nested_to_device": _nested(_original_leaf_to_device),

@@ -366,6 +366,7 @@ def test_the_result_never_aliases_the_ring_and_keeps_the_values_of_the_call():
         source = torch.full((10,), 7)
         results = [
             copies.to_device(source, "cpu"),
+            copies.snapshot_to_device(source, "cpu"),
             copies.copy_h2d(torch.zeros(10, dtype=torch.int64), source),
             copies.cat_to_device([source], "cpu"),
             copies.nested_to_device([source], "cpu")[0],
@@ -584,6 +585,41 @@ def test_a_pinned_source_is_left_to_torch(monkeypatch, ledger):
         assert copies.to_device.bind(ledger)(source, CPU) is source
         assert ring._reserved == 0
     assert not lane.sent and not ledger.fallbacks
+
+
+@settings(max_examples=100, deadline=None)
+@given(sources())
+def test_snapshot_to_device_gives_the_bytes_and_strides_of_to(source):
+    with forced_staging(1 << 16):
+        ours = h2d.snapshot_to_device(source, CPU)
+    if not source.nbytes:
+        assert ours is h2d.NOTHING_TO_COPY
+    else:
+        assert_same(ours, fresh_to(source, CPU))
+
+
+@pytest.mark.parametrize("source", [torch.arange(12), torch.arange(12).reshape(3, 4).t(), torch.arange(12)[::2]])
+def test_a_copy_that_waits_is_a_snapshot_of_pinned_memory_too(monkeypatch, ledger, source):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    source = source.clone()
+    expected = source.clone()
+    with forced_staging(1 << 12) as ring:
+        monkeypatch.setattr(ring, "is_pinned", True)
+        dense = source.is_contiguous() or source.t().is_contiguous()
+        assert (h2d.to_device(source, CPU) is h2d.ASYNCHRONOUS_ALREADY) is dense
+        ours = copies.snapshot_to_device.bind(ledger)(source, CPU)
+        source.fill_(99)
+    assert_same(ours, expected)
+    assert ledger.calls == 1 and not ledger.fallbacks
+
+
+def test_a_copy_that_waits_converts_where_the_original_does_and_takes_no_other_arguments(ledger):
+    to = copies.snapshot_to_device.bind(ledger)
+    with forced_staging(1 << 12):
+        assert to(torch.ones(3), "cpu", torch.float64).dtype == torch.float64
+        assert to(torch.ones(3), "cpu", non_blocking=True).sum() == 3
+        assert to(torch.ones(3, device="meta"), "meta").is_meta
+    assert [*map(str, ledger.reasons)] == [h2d.CONVERTED_ON_THE_HOST.reason, h2d.OTHER_ARGUMENTS.reason]
 
 
 def test_what_the_lane_does_not_take_goes_through_the_ring(monkeypatch, ledger):

@@ -45,6 +45,10 @@ def to_bf16(source, ledger):
     return copies.to_device.bind(ledger)(source, device="cuda", dtype=torch.bfloat16)
 
 
+def to_after_waiting(source, ledger):
+    return copies.snapshot_to_device.bind(ledger)(source, "cuda")
+
+
 def copy(source, ledger):
     return copies.copy_h2d.bind(ledger)(torch.zeros(source.shape, dtype=source.dtype, device="cuda"), source)
 
@@ -79,6 +83,9 @@ CASES = [
     (to, transposed),
     (to_bf16, lambda: pageable(1000, 1000)),
     (to_bf16, transposed),
+    (to_after_waiting, lambda: pageable(4 * MIB)),
+    (to_after_waiting, lambda: torch.empty(4 * MIB, pin_memory=True)),
+    (to_after_waiting, pinned_gapped),
     (copy, lambda: pageable(MIB)),
     (copy, gapped),
     (copy, transposed),
