@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from h2d_patch.cli import main
 from h2d_patch.manifest import load
+from h2d_patch.patching import switch
 from h2d_patch.patching.rewrite import ModuleSource
 from h2d_patch.process import STARTUP_CLASS, STARTUP_METHOD, STARTUP_MODULES
 from h2d_patch.report.check import Site, check
@@ -185,6 +188,40 @@ def test_a_target_is_expected_to_have_the_fault_exactly_where_it_applies() -> No
     for release in (f"0.{minor}.{micro}" for minor in range(8, 34) for micro in range(3)):
         claimed = [name for name, span in of_vllm.items() if release in span]
         assert claimed == [name for name in of_vllm if release in SpecifierSet(EXPECTED[name][0])], release
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_applies_can_be_compiled_into_the_release_s_own_functions(release: str) -> None:
+    root, modules = fetch(release), defaultdict(list)
+    for (_, target), row in zip(load().targets(), check(load(), Site(root)), strict=True):
+        if row.verdict.value == "applies":
+            modules[target.module].append(target)
+    built = 0
+    for name, targets in modules.items():
+        path = root / (name.replace(".", "/") + ".py")
+        source = ModuleSource(path.read_bytes(), str(path))
+        codes = dict(functions(compile(path.read_bytes(), str(path), "exec", dont_inherit=True)))
+        for qualname in dict.fromkeys(target.qualname for target in targets if target.rewrites):
+            site = switch.Site()
+            exchanges = [(rewrite, site) for t in targets if t.qualname == qualname for rewrite in t.rewrites]
+            code = codes[qualname]
+            new = source.build(source.definition_of(qualname, code), code, exchanges)
+            assert site.name in names(new) and site.name not in names(code)
+            built += len(exchanges)
+    assert built >= 2
+
+
+def functions(code: types.CodeType, scope: str = "") -> Iterator[tuple[str, types.CodeType]]:
+    """(qualified name, code) of every function and class below."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield scope + constant.co_name, constant
+            yield from functions(constant, f"{scope}{constant.co_name}.")
+
+
+def names(code: types.CodeType) -> set[str]:
+    """The global names in a function and the lambdas in it."""
+    return {*code.co_names}.union(*(names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def calls(definition: ast.AST) -> list[str]:
