@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -39,6 +41,20 @@ def test_every_shipped_target_passes_within_100_ms(name: str) -> None:
     run(TARGETS[name], copies.EXPORTS, CPU)  # the first run imports
     took = min(run(TARGETS[name], copies.EXPORTS, CPU) or 1e9 for _ in range(3))
     assert took < 100
+
+
+def test_no_self_test_starts_threads_which_a_process_that_forks_must_not_have() -> None:
+    code = (
+        "import os, torch; from h2d_patch import copies; from h2d_patch.manifest import load;"
+        "from h2d_patch.selftest.compare import run; torch.set_num_threads(4);"
+        "threads = lambda: len(os.listdir('/proc/self/task'));"
+        "targets = [target for _, target in load().targets()];"
+        "run(targets[0], copies.EXPORTS, torch.device('cpu')); before = threads();"
+        "started = [t.function for t in targets for _ in range(3)"
+        " if run(t, copies.EXPORTS, torch.device('cpu')) and threads() != before];"
+        "assert not started, started[0]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
