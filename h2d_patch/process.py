@@ -39,7 +39,8 @@ from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
 
 # Every executor brings the device up through this method, in every release from 0.8.0 on, before it profiles memory.
-# Up to 0.11.0 it stood in a module that this one imports.
+# Up to 0.11.0 it stood in a module that this one imports, for the V0 engine as well. A worker loads the plugins before,
+# in `init_worker`: in 0.8, whose V1 engine core loads none, that is what brings them into its process.
 STARTUP_MODULES = "vllm.v1.worker.worker_base", "vllm.worker.worker_base"
 STARTUP_CLASS, STARTUP_METHOD = "WorkerWrapperBase", "init_device"
 

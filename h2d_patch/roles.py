@@ -16,8 +16,9 @@ _INSPECTOR_MODULE = "vllm.model_executor.models.registry"
 def role() -> str:
     """The role that this process's name gives away; a process in which a device comes up is a worker whatever its name.
 
-    vLLM names its processes alike in every release from 0.20.0 on: `EngineCore` or `EngineCore_DP<n>`, and
-    `VllmWorker-<rank>`; it inspects a model class by running the registry's module as a program.
+    vLLM names its processes alike in every release from 0.8.5 on: `EngineCore`, `EngineCore_<n>` or `EngineCore_DP<n>`,
+    and `VllmWorker-<rank>`, of the V0 engine `VllmWorkerProcess`; it inspects a model class by running the registry's
+    module as a program. Before, and in the V0 engine's own process, a worker is known by its device alone.
     """
     main = sys.modules.get("__main__")
     if getattr(getattr(main, "__spec__", None), "name", None) == _INSPECTOR_MODULE:

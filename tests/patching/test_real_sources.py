@@ -17,6 +17,11 @@ from fetch_release import fetch
 pytestmark = pytest.mark.releases
 
 MODULES = [
+    ("0.8.0", "vllm/v1/worker/gpu_model_runner.py"),
+    ("0.8.0", "vllm/model_executor/models/qwen2_5_vl.py"),
+    ("0.9.0.1", "vllm/multimodal/inputs.py"),
+    ("0.11.2", "vllm/multimodal/utils.py"),
+    ("0.11.2", "vllm/model_executor/models/qwen3_vl.py"),
     ("0.11.0", "vllm/v1/kv_offload/worker/cpu_gpu.py"),
     ("0.14.1", "vllm/v1/kv_offload/worker/cpu_gpu.py"),
     ("0.19.1", "vllm/v1/kv_offload/worker/cpu_gpu.py"),
