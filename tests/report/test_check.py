@@ -69,9 +69,18 @@ EXPECTED = {
     "vision-h2d glm4_1v:Glm4vVisionTransformer.rot_pos_emb (>=0.22,<0.29)": (">=0.22,<0.29", ">=0.29.0"),
     "vision-h2d glm4_1v:Glm4vVisionTransformer.forward": (">=0.13,<0.24", NONE),
     "vision-h2d glm_ocr:GlmOcrVisionTransformer.forward": (">=0.16,<0.30", ">=0.30.0"),
-    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.11.1,<0.12)": (">=0.11.1,<0.12", NONE),
-    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.12,<0.22)": (">=0.12,<0.22", ">=0.22.0"),
-    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.22,<0.29)": (">=0.22,<0.29", ">=0.29.0"),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.11.1,<0.12)": (
+        ">=0.11.1,<0.12",
+        NONE,
+    ),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.12,<0.22)": (
+        ">=0.12,<0.22",
+        ">=0.22.0",
+    ),
+    "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.rot_pos_emb (>=0.22,<0.29)": (
+        ">=0.22,<0.29",
+        ">=0.29.0",
+    ),
     "vision-h2d qwen3_omni_moe_thinker:Qwen3Omni_VisionTransformer.forward": (">=0.24,<0.30", ">=0.30.0"),
     "vision-h2d keye:KeyeForConditionalGeneration._process_image_input": (">=0.9.2,<0.10.2", NONE),
     "vision-h2d keye:KeyeForConditionalGeneration._process_video_input": (">=0.9.2,<0.10.2", NONE),
@@ -79,8 +88,14 @@ EXPECTED = {
     "vision-h2d keye:BaseKeyeModule._process_video_embeds (>=0.10.2,<0.28)": (">=0.10.2,<0.28", NONE),
     "vision-h2d keye:BaseKeyeModule._process_image_input (>=0.28,<0.30)": (">=0.28,<0.30", ">=0.30.0"),
     "vision-h2d keye:BaseKeyeModule._process_video_embeds (>=0.28,<0.30)": (">=0.28,<0.30", ">=0.30.0"),
-    "vision-h2d paddleocr_vl:PaddleOCRVLForConditionalGeneration.encode_image (>=0.11.1,<0.28)": (">=0.11.1,<0.28", NONE),
-    "vision-h2d paddleocr_vl:PaddleOCRVLForConditionalGeneration.encode_image (>=0.28,<0.30)": (">=0.28,<0.30", ">=0.30.0"),
+    "vision-h2d paddleocr_vl:PaddleOCRVLForConditionalGeneration.encode_image (>=0.11.1,<0.28)": (
+        ">=0.11.1,<0.28",
+        NONE,
+    ),
+    "vision-h2d paddleocr_vl:PaddleOCRVLForConditionalGeneration.encode_image (>=0.28,<0.30)": (
+        ">=0.28,<0.30",
+        ">=0.30.0",
+    ),
     "vision-h2d ernie45_vl:Ernie4_5_VisionTransformer.rot_pos_emb (>=0.10.2,<0.28)": (">=0.10.2,<0.28", ">=0.28.0"),
     "vision-h2d ernie45_vl:Ernie4_5_VisionTransformer.rot_pos_emb (>=0.28,<0.29)": (">=0.28,<0.29", ">=0.29.0"),
     "vision-h2d ernie45_vl:Ernie4_5_VisionTransformer.prepare_encoder_metadata": (">=0.28,<0.30", ">=0.30.0"),
