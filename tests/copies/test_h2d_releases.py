@@ -104,7 +104,7 @@ def rewritten(module, *qualnames):
         rewrites = [
             rewrite
             for target in targets
-            if recognise(target, definition, None).verdict is Verdict.APPLIES
+            if recognise(target, source, definition, None).verdict is Verdict.APPLIES
             for rewrite in target.rewrites
         ]
         assert rewrites, qualname

@@ -71,7 +71,7 @@ def rewritten(release, module, qualname, **names):
     for name, export in EXPORTS.items():
         site.bind(name, export.bind(site))
     targets = [t for _, t in load().targets() if t.function == f"{module}:{qualname}"]
-    found = [t for t in targets if recognise(t, node, None).verdict is Verdict.APPLIES]
+    found = [t for t in targets if recognise(t, source, node, None).verdict is Verdict.APPLIES]
     assert len(found) == 1
     undo = build_rewrite(function, source, source.definition_of(qualname, function.__code__), found[0].rewrites, site)()
     yield function, site
