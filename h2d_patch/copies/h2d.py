@@ -42,6 +42,8 @@ _Tensor: Final = torch.Tensor
 _STRIDED: Final = torch.strided
 _empty_like: Final = torch.empty_like
 _increment_version: Final = torch.autograd.graph.increment_version
+# torch 2.13 has no named tensors any more.
+_has_names: Final[Callable[[torch.Tensor], bool]] = getattr(torch.Tensor, "has_names", lambda _: False)
 
 
 def unfit(source: torch.Tensor) -> Declined | None:
@@ -55,7 +57,7 @@ def unfit(source: torch.Tensor) -> Declined | None:
     dtype = source.dtype
     if dtype not in _DTYPES:
         return Declined(f"dtype {dtype}")
-    if (dtype not in _NEVER_LAZY and (source.is_neg() or source.is_conj())) or source.has_names():
+    if (dtype not in _NEVER_LAZY and (source.is_neg() or source.is_conj())) or _has_names(source):
         return _LAZY_BIT
     if not source.data_ptr() and source.nbytes:
         return _NO_MEMORY
@@ -176,7 +178,7 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
         or source.dtype not in _DTYPES
         or source.is_neg()
         or source.is_conj()
-        or source.has_names()
+        or _has_names(source)
     ):
         return None
     nbytes = source.nbytes
@@ -331,7 +333,7 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True, pin: bool = False) -
             return _INFERENCE
     else:
         _increment_version(dst)  # as every change in place: autograd would use what it has saved of it otherwise
-    if dst.is_conj() or dst.is_neg() or dst.has_names():
+    if dst.is_conj() or dst.is_neg() or _has_names(dst):
         return _LAZY_BIT
     if dst.dtype not in _DTYPES:
         return Declined(f"dtype {dst.dtype}")
