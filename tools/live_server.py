@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import live_env
+
 # What vLLM on the CPU needs to start quickly with tools/tiny_model.py. Without TORCHDYNAMO_DISABLE the worker
 # spends 20-40 s compiling C++ in spite of --enforce-eager, and fails on a machine that has no C++ compiler.
 ENVIRONMENT = {
@@ -153,7 +155,10 @@ def serving(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    full = environment(environ or {})
+    recipe = live_env.releases().get(live_env.installed(python) or "")
+    needed = recipe.environment if recipe else {}
+    needed = {name: value.format(prefix=python.parent.parent) for name, value in needed.items()}
+    full = environment({**needed, **(environ or {})})
     where = ("--model", str(model), "--host", "127.0.0.1", "--port", str(port))
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *where, *ARGUMENTS, *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
