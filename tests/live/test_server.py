@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from harness import IMAGE_FIXES as RAN
 from harness import QUESTIONS, Answers, Live, Server, ServerDied, answers
 
 pytestmark = pytest.mark.live
 
 ALL = {"H2D_PATCH": "1", "H2D_PATCH_STRICT": "1"}
-# The fixes that an image request runs through in the worker, with the copy function that each of them calls.
-RAN = {"multimodal-h2d": "nested_to_device", "vision-rope": "cat_to_device", "mrope-positions": "copy_h2d"}
 IN_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 
@@ -66,12 +65,12 @@ def test_all_fixes_give_the_same_tokens(patched: Server, reference: Answers) -> 
     assert answers(patched) == reference
 
 
-def test_the_worker_ran_each_fix_that_an_image_goes_through(patched: Server) -> None:
+def test_the_worker_ran_each_fix_that_an_image_goes_through(live: Live, patched: Server) -> None:
     patched.ask(*QUESTIONS["image"])
     assert eventually(lambda: set(RAN) <= ran(workers(patched)[0])), patched.h2d_patch("status").stdout
     (worker,) = workers(patched)
     assert worker["rank"] == 0
-    assert worker["vllm"] == "0.22.1"
+    assert worker["vllm"] == live.release
     assert worker["alive"]
     assert all(target(worker, fix)["selftest_ms"] < 100 for fix in RAN)
 
