@@ -29,7 +29,7 @@ _NUMBERS: Final = Declined("a size or an address that is negative")  # 2^63 and 
 _OUTSIDE: Final = Declined("an address outside the tensors of the swap")
 _DEVICE: Final = Declined("the tensors are not on the current device")
 _NO_MEMORY: Final = Declined("no memory on the device for descriptors")
-_NOTHING: Final = Declined("no bytes to copy", counted=False)
+NOTHING: Final = Declined("no bytes to copy", counted=False)
 
 _SHARE_BYTES: Final = 1024  # every share but the last is a multiple of it; as in native.c
 
@@ -190,7 +190,7 @@ def _swap(
     library = native.loaded
     total = library.total(rows[2], blocks) if library is not None else int(_array(rows[2], blocks).sum())
     if total <= 0:
-        return _NUMBERS if total else _NOTHING
+        return _NUMBERS if total else NOTHING
     ring = current_ring()
     if type(ring) is Declined:
         return ring

@@ -15,7 +15,7 @@ from h2d_patch.copies.call import Binder, Declined, falling_back
 from h2d_patch.copies.cuda import device_range, pinned_range
 from h2d_patch.copies.ranges import Checked, PinnedRange, Ranges, Registered, Remembered, Swappable
 from h2d_patch.copies.staging import Ring, current_ring
-from h2d_patch.copies.swap import DRIVER_PAYS, swap_arrays
+from h2d_patch.copies.swap import NOTHING, swap_arrays
 
 _TENSORS: Final = Declined("not pairs of plain tensors, each with a size or a flag")
 _MAPPING: Final = Declined("the block mapping is not an int64 CPU tensor of pairs")
@@ -74,7 +74,7 @@ def swap_tensors(
     if type(layout) is Declined:
         return layout
     if not blocks:
-        return DRIVER_PAYS
+        return NOTHING
     to_read, to_write = mapping.numpy().T
     last = int(to_write.max())
     if last >= layout.places or int(to_write.min()) < 0:
