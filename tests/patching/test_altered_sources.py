@@ -34,6 +34,7 @@ _VL = "vllm.model_executor.models"
 SITES = {
     "nested tensors": ("whole", "0.22.1", "multimodal-h2d", "vllm.multimodal.inputs:_nested_tensors_h2d"),
     "rope": ("placed", "0.22.1", "vision-rope", f"{_VL}.qwen3_vl:Qwen3_VisionTransformer.rot_pos_emb"),
+    "six copies": ("placed", "0.19.1", "vision-h2d", f"{_VL}.qwen2_5_vl:Qwen2_5_VisionTransformer.forward"),
     "four copies": ("placed", "0.22.1", "vision-h2d", f"{_VL}.qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata"),
     "in a loop": ("placed", "0.22.1", "vision-h2d", f"{_VL}.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_image_embeds_evs"),
     "in a dictionary": ("free", "0.22.1", "vision-h2d", f"{_VL}.qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata"),
