@@ -356,6 +356,8 @@ def _served(passes: str, least: float) -> Callable[[dict[str, Any]], Found]:
     def judge(result: dict[str, Any]) -> Found:
         if passes not in result.get("passes", {}):
             raise Unknown("not measured")
+        if result["kv_block_bytes"] != list(_EIGHT):
+            raise Unknown(f"measured with blocks of {result['kv_block_bytes']} bytes")
         found = result["passes"][passes]["on_against_off"]["requests_per_s"]
         low, high = found["interval_95"]
         value = f"{found['median']} × ({len(found['ratios'])} pairs, 95 % in {low} to {high})"

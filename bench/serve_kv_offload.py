@@ -2,7 +2,8 @@
 
     python bench/serve_kv_offload.py --json bench/results/kv_offload.json
 
-One engine serves all measurements; the fix is switched between passes (A B A B). Two kinds of passes:
+One engine serves all measurements; the fix is switched between passes (A B A B). It is timed from its first step, with
+all requests queued: a server's front end, which prepares them, is a process of its own. Two kinds of passes:
 
 load: prompts that share nothing; their KV blocks fit the CPU cache and not the GPU cache, so that each pass loads every
     prompt's blocks from the CPU, and stores none.
@@ -20,6 +21,7 @@ each swap: what differs there too is no race.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -44,31 +46,33 @@ NEW_TOKENS = 2  # what the first step stores is under way when the second begins
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv-heads", type=int, default=2, help="2, 4 or 8: blocks of 8, 16 or 32 KiB")
+    parser.add_argument("--kv-heads", type=int, default=2, help="1 to 16: so many times 4 KiB for each K or V block")
+    parser.add_argument("--layers", type=int, default=80, help="80: the KV cache of a 70B model on one GPU of several")
     parser.add_argument("--json", required=True)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--gpu-prompts", type=int, default=14, help="prompts whose KV blocks the GPU cache holds")
+    parser.add_argument("--gpu-prompts", type=int, default=10, help="prompts whose KV blocks the GPU cache holds")
     parser.add_argument("--passes", type=int, default=8, help="of each kind and arm")
     parser.add_argument("--weights", type=float, default=0.05, help="random weights reach from minus to plus this")
     options = parser.parse_args()
     text_model.widen_dummy_weights(options.weights)
     from vllm import LLM, SamplingParams
 
-    block_bytes = 16 * options.kv_heads * 128 * 2
+    bytes_a_token = options.layers * 2 * options.kv_heads * 128 * 2
     llm = LLM(
-        model=text_model.write(kv_heads=options.kv_heads),
+        model=text_model.write(layers=options.layers, kv_heads=options.kv_heads),
         skip_tokenizer_init=True,
         load_format="dummy",
         max_model_len=options.tokens + 64,
         max_num_batched_tokens=8192,
         num_gpu_blocks_override=options.gpu_prompts * (options.tokens // 16 + 2),
-        kv_offloading_size=block_bytes >> 10,  # GiB: room for twice the prompts
+        # GiB: room for half as many again
+        kv_offloading_size=-(-3 * bytes_a_token * options.tokens * options.prompts // (2 << 30)),
         kv_offloading_backend="native",
         compilation_config={
             "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+            "cudagraph_mode": "FULL",  # also of the last tokens of a prompt whose blocks are there
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512],
         },
         disable_log_stats=True,
     )
@@ -79,7 +83,7 @@ def main() -> None:
         {
             "what": f"{options.prompts} prompts of {options.tokens} tokens, {NEW_TOKENS} new ones, "
             "KV blocks loaded or stored",
-            "kv_block_bytes": block_bytes,
+            "kv_block_bytes": bench.block_bytes(),
             "settings": {name: value for name, value in vars(options).items() if name != "json"},
             "passes": passes,
             "gaps_of_all_computed_tokens": bench.gaps(),
@@ -99,7 +103,8 @@ class Bench:
         self._patches = [p for p in process.current.patches if p.fix.id == "kv-swap" and p.undo is not None]
         assert self._patches, [patch.state() for patch in process.current.patches]
         self._swaps = {patch: patch.site.swap_blocks for patch in self._patches if hasattr(patch.site, "swap_blocks")}
-        self._llm, self._passes = llm, options.passes
+        self._engine, self._passes = llm.llm_engine, options.passes
+        self._numbers = itertools.count()
         numbers = random.Random(0)
         self._prompts = [
             {"prompt_token_ids": [numbers.randrange(1000, 100_000) for _ in range(options.tokens)]}
@@ -140,6 +145,23 @@ class Bench:
             found["tokens_after_loading_again"][arm] = self._differences(range(self._in_gpu), stored_and_loaded())
         print("store: tokens that differ, loaded again:", found["tokens_after_loading_again"], flush=True)
         return found
+
+    def block_bytes(self) -> list[int]:
+        """The sizes that the release's function has been called with."""
+        seen: set[int] = set()
+
+        def seeing(swap: Callable[..., Any]) -> Callable[..., Any]:
+            def see(original: Any, src: Any, dst: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+                seen.update(sizes.tolist())
+                return swap(original, src, dst, sizes, *args, **kwargs)
+
+            return see
+
+        self._use("on")
+        for patch, swap in self._swaps.items():
+            patch.site.bind("swap_blocks", seeing(swap))
+        self._run(self._prompts)
+        return sorted(seen)
 
     def gaps(self) -> list[float]:
         return sorted(gap for pairs in self._computed for _, gap in pairs)
@@ -186,16 +208,21 @@ class Bench:
             patch.site.bind("swap_blocks", _in_order(swap) if arm == IN_ORDER else swap)
 
     def _run(self, prompts: list[Any], parameters: Any = None) -> tuple[float, list[Any]]:
+        names = [str(next(self._numbers)) for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self._engine.add_request(name, prompt, parameters or self._sampling)
+        finished = {}
         torch.cuda.synchronize()
         start = time.perf_counter()
-        outputs = self._llm.generate(prompts, parameters or self._sampling, use_tqdm=False)
+        while self._engine.has_unfinished_requests():
+            finished.update({output.request_id: output for output in self._engine.step() if output.finished})
         torch.cuda.synchronize()  # what is stored has arrived
-        return time.perf_counter() - start, [output.outputs[0] for output in outputs]
+        return time.perf_counter() - start, [finished[name].outputs[0] for name in names]
 
     def _forget(self) -> None:
         """Have the CPU cache hold nothing; the GPU cache stays as it is."""
         self._run([{"prompt_token_ids": [1, 2, 3]}])  # in whose steps the engine hears of all that has arrived
-        core = self._llm.llm_engine.engine_core.engine_core
+        core = self._engine.engine_core.engine_core
         assert core.scheduler.connector.reset_cache() is not False
 
     def _differences(self, asked: range, outputs: list[Any]) -> list[dict[str, Any]]:

@@ -27,6 +27,9 @@ class Choice:
         return f"{self.path} {self.programs}" if self.programs else self.path
 
 
+_REMEMBERED: Final = 1024
+
+
 class Profile:
     """A choice for each of `sizes` (bytes of a block) and `counts` (blocks), both rising, for each direction.
 
@@ -40,6 +43,18 @@ class Profile:
         self._sizes: Final = [sqrt(a * b) for a, b in pairwise(sizes)]
         self._counts: Final = [sqrt(a * b) for a, b in pairwise(counts)]
         self._cells: Final = cells
+        # A server's batches recur. With the processor's caches cold, looking them up takes 1 µs longer.
+        self._remembered: Final[dict[tuple[bool, int, int], Choice]] = {}
+
+    def choose_of(self, gpu_to_cpu: bool, total: int, blocks: int) -> Choice:
+        """For `blocks` blocks of `total` bytes."""
+        key = gpu_to_cpu, total, blocks
+        found = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered[key] = self.choose(gpu_to_cpu, total / blocks, blocks)
+        return found
 
     def choose(self, gpu_to_cpu: bool, nbytes: float, blocks: int) -> Choice:
         """For `blocks` blocks of `nbytes` on average."""

@@ -198,7 +198,7 @@ def _swap(
     if isinstance(kernels, str):
         return Declined(f"no swap kernel: {kernels}")
     if choice is None:
-        choice = kernels.profile.choose(gpu_to_cpu, total / blocks, blocks)
+        choice = kernels.profile.choose_of(gpu_to_cpu, total, blocks)
     if choice.path == DRIVER:
         return DRIVER_PAYS
     found = touchable(ring)

@@ -60,8 +60,8 @@ def _good() -> dict[str, Any]:
     }
     return {
         "swap.json": _good_swap(),
-        "kv_offload.json": {**ABOUT, "passes": served},
-        "kv_offload_0.26.0.json": {**ABOUT, "passes": copy.deepcopy(served)},
+        "kv_offload.json": {**ABOUT, "kv_block_bytes": [8192], "passes": served},
+        "kv_offload_0.26.0.json": {**ABOUT, "kv_block_bytes": [8192], "passes": copy.deepcopy(served)},
         "copies.json": {**ABOUT, "rows": rows, "in_a_row": in_a_row, "other_stream_busy": other},
         "soak.json": {**ABOUT, "runs": [run, copy.deepcopy(run)]},
         "multimodal.json": {**ABOUT, "loads": {"one size": load, "several": copy.deepcopy(load)}},
@@ -269,6 +269,7 @@ def test_a_target_just_missed_is_not_met_and_the_case_is_named(
         (_set("swap.json/matmul/rows/0/arms/driver batch/swapped_after_ms", [100.1]), "ended before the swaps did"),
         (lambda r: [row.update(chosen="driver") for row in r["swap.json"]["host_time"][:2]], "by a kernel"),
         (_set("kv_offload.json/passes", {}), "not measured"),
+        (_set("kv_offload_0.26.0.json/kv_block_bytes", [16384]), "with blocks of [16384] bytes"),
         (lambda r: r["kv_offload.json"].pop("complete"), "not measured in this form"),
     ],
 )

@@ -37,13 +37,13 @@ def describes(request, library, monkeypatch):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Have the profile choose this, or what a function of direction, bytes and blocks says."""
+    """Have the profile choose this, or what a function of direction, all bytes and blocks says."""
 
     class Chosen:
         def __init__(self, choice):
             self._choice = choice
 
-        def choose(self, *asked):
+        def choose_of(self, *asked):
             return self._choice(*asked) if callable(self._choice) else self._choice
 
     return lambda choice: monkeypatch.setattr(swap._ON_CPU, "profile", Chosen(choice))
@@ -270,7 +270,7 @@ def test_where_the_driver_is_as_fast_it_runs_and_that_is_no_fallback(ledger, cho
         )  # fmt: skip
     assert result == "theirs" and ledger.fallbacks == 0
     assert ran[0][0][0] is src and ran[0][1] == {"is_src_access_order_any": True}
-    assert asked == [(gpu_to_cpu, float(sizes.sum()) / 15, 15)]
+    assert asked == [(gpu_to_cpu, int(sizes.sum()), 15)]
 
 
 def test_an_argument_that_no_known_release_gives_leaves_the_call_to_the_original(ledger):
@@ -290,6 +290,17 @@ def test_the_choice_is_that_of_the_nearest_measured_cell():
     found = [profile.choose(False, nbytes, 1).path for nbytes in (1, 1999, 2001, 7999, 8001, 1e9)]
     assert found == ["load1000x1", "load1000x1", "load4000x1", "load4000x1", "load16000x1", "load16000x1"]
     assert [profile.choose(True, 1, n).path for n in (1, 9, 11, 10**6)] == ["store1000x1"] * 2 + ["store1000x100"] * 2
+    for _ in range(2):  # the second time from memory
+        found = [profile.choose_of(to_cpu, 8001 * 9, 9).path for to_cpu in (False, True)]
+        assert found == ["load16000x1", "store16000x1"]
+
+
+def test_what_was_chosen_is_remembered_up_to_a_bound():
+    one = Choice("one")
+    profile = Profile((1,), (1,), {False: [[one]], True: [[one]]})
+    for blocks in range(1, 3000):
+        assert profile.choose_of(False, 8192, blocks) is one
+    assert len(profile._remembered) <= 1024
 
 
 def change(column, index, value):

@@ -222,10 +222,11 @@ def test_host_memory_that_is_not_pinned_throughout_never_reaches_the_kernel(
         sides = (gpu[1], views(host)) if gpu_to_cpu else (views(host), gpu[1])
         src, dst, sizes = batch(*sides, 200, 4096, 16)
         ran = []
+        order = {"is_src_access_order_any": not gpu_to_cpu}
         copies.swap_blocks.bind(ledger)(
-            lambda *a, **k: ran.append((a, k)), src, dst, sizes, gpu_to_cpu, *sides, order=1
+            lambda *a, **k: ran.append((a, k)), src, dst, sizes, gpu_to_cpu, *sides, **order
         )
-        assert len(ran) == 1 and ran[0][0][0] is src and ran[0][1] == {"order": 1}
+        assert len(ran) == 1 and ran[0][0][0] is src and ran[0][1] == order
         assert ledger.reasons == [reason]
 
 
