@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ import wrapt
 
 from . import __version__, roles
 from .manifest import Fix, Manifest, load
+from .operate.switches import Switches
 from .patching.install import build_rewrite, install_replacement, original_code
 from .patching.locate import Located, describe, locate, overriding, when_loaded
 from .patching.pattern import Definition
@@ -34,7 +36,7 @@ from .releases import shipped
 from .report.check import Installed, parsed, without_source
 from .report.state import SCHEMA, StateWriter, start_time
 from .report.status import DOES_NOT_APPLY, NOT_SELECTED
-from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, run_dir
+from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, run_dir, server_name
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
 
@@ -97,6 +99,7 @@ class Process:
 
     def __init__(self, settings: Settings, manifest: Manifest, selected: frozenset[str]) -> None:
         self.settings = settings
+        self.server = settings.server or own_server()
         self.release = _vllm_release()
         self.patches = [
             Patch(fix, target, Verdict.PENDING, "its module is not loaded")
@@ -105,6 +108,7 @@ class Process:
             for fix, target in manifest.targets()
         ]
         self.switches = {fix: Switch() for fix in selected}
+        self.switched = Switches(settings.run_dir, self.server, self.switches)
         self._kept_off: dict[str, str] = {}  # fix id → why it stays off in this process
         self._failed: dict[str, str] = {}  # fix id → the error of ours that turned it off
         self._gpu_failures: dict[Target, str] = {}
@@ -112,13 +116,14 @@ class Process:
         self._retry: list[tuple[str, Callable[[types.ModuleType], None]]] = []
         self.undone = False
         self.renew()
-        self.writer = StateWriter(settings.run_dir, self.state)
+        self.writer = StateWriter(settings.run_dir, self.state, self.poll)
 
     def renew(self) -> None:
         """What a forked child must not inherit: role, device, counts, and locks that another thread may have held."""
         self.lock = threading.RLock()
         for switch in self.switches.values():
             switch.renew()
+        self.switched.renew()
         self.started = time.time()
         self.is_worker = False
         self.rank: int | None = None
@@ -134,13 +139,19 @@ class Process:
 
     def state(self) -> dict[str, Any]:
         return {
-            **_identity(self.started),
+            **_identity(self.started, self.server),
             "role": roles.WORKER if self.is_worker else roles.role(),
             "rank": self.rank,
             "vllm": self.release,
             "device": self.device,
+            "switches": dict(self.switched.wanted),
+            "control": self.switched.problem,
             "targets": [patch.state() for patch in list(self.patches)],
         }
+
+    def poll(self) -> bool:
+        """Takes what the control file says; whether that changed anything. Called twice a second."""
+        return self.switched.poll(self.rank)
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -302,6 +313,7 @@ class Process:
             self.is_worker = True
             self.rank = getattr(worker, "rank", getattr(wrapper, "rpc_rank", None))
             self._worker = worker
+            self.switched.apply(self.rank)
             device = getattr(worker, "device", None)
             kind = getattr(device, "type", str(device))
             self.device = {"name": str(device)}
@@ -420,6 +432,7 @@ def start() -> None:
             if settings.strict:
                 checked_run_dir(settings.run_dir, create=True)
             current = Process(settings, manifest, selected)
+            os.environ["H2D_PATCH_SERVER"] = current.server  # children, forked or spawned, are of this server
         except Exception as error:
             _refuse_to_start(error)
             _refused = True  # said once; with strict, every time
@@ -428,6 +441,7 @@ def start() -> None:
         unknown = shipped().about(current.release)
         logger.info("h2d_patch %s: %s (h2d-patch status)%s", __version__, chosen, unknown and f"; {unknown}")
     with _nothing_escapes("start-up"):
+        current.poll()
         current.watch()
         current.writer.start()
         atexit.register(lambda: current.writer.write() if current is not None else None)
@@ -442,7 +456,18 @@ def _refuse_to_start(error: Exception) -> None:
         strict = False
     if strict:
         raise StrictError(text) from None
-    state = {**_identity(time.time()), "role": roles.role(), "rank": None, "vllm": _vllm_release(), "targets": []}
+    try:
+        server = server_name(os.environ) or own_server()
+    except ConfigurationError:
+        server = own_server()
+    state = {
+        **_identity(time.time(), server),
+        "role": roles.role(),
+        "rank": None,
+        "vllm": _vllm_release(),
+        "switches": {},
+        "targets": [],
+    }
     with contextlib.suppress(ConfigurationError):  # no directory to write to: the log has said what is wrong
         StateWriter(run_dir(os.environ), lambda: {**state, "error": text}).write()
 
@@ -463,7 +488,7 @@ def _after_fork() -> None:
         gc.enable()
     if current is not None:
         current.renew()
-        current.writer = StateWriter(current.settings.run_dir, current.state)
+        current.writer = StateWriter(current.settings.run_dir, current.state, current.poll)
         current.writer.start(delay_s=1.0)
 
 
@@ -532,7 +557,14 @@ def _vllm_release() -> str | None:
     return version if isinstance(version, str) else None
 
 
-def _identity(started: float) -> dict[str, Any]:
+def own_server() -> str:
+    """The name of a server whose first process this is, where the operator has given none: unlike any other's."""
+    pid = os.getpid()
+    number = f"-{pid}-{start_time(pid) or 0}"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[: 64 - len(number)] + number
+
+
+def _identity(started: float, server: str) -> dict[str, Any]:
     pid = os.getpid()
     return {
         "schema": SCHEMA,
@@ -540,5 +572,6 @@ def _identity(started: float) -> dict[str, Any]:
         "pid": pid,
         "start_time": start_time(pid),
         "host": socket.gethostname(),
+        "server": server,
         "started": started,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_PINNED_MB = 256
+_SERVER = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SWITCH_WORDS = {"": False, "0": False, "1": True}
 
 
@@ -70,13 +72,15 @@ class Settings:
     """All that the environment says to us.
 
     `pinned_bytes` bounds the pinned staging region of each process and device. `run_dir` holds one state file for
-    each process. `profile` is the device profile that was asked for, `profile_dir` where those of this user lie.
+    each process, `server` what the operator, or an earlier process of it, calls the server. `profile` is the device
+    profile that was asked for, `profile_dir` where those of this user lie.
     """
 
     selection: Selection
     manifest: Path | None = None
     strict: bool = False
     run_dir: Path = Path()
+    server: str | None = None
     pinned_bytes: int = DEFAULT_PINNED_MB << 20
     profile: Path | None = None
     profile_dir: Path | None = None
@@ -92,6 +96,7 @@ class Settings:
             manifest=_path(manifest) if manifest else None,
             strict=is_strict(env),
             run_dir=run_dir(env),
+            server=server_name(env),
             pinned_bytes=_megabytes(env, "H2D_PATCH_PINNED_MB", DEFAULT_PINNED_MB) << 20,
             profile=_path(profile) if profile else None,
             profile_dir=profile_dir(env),
@@ -112,6 +117,19 @@ def is_strict(environ: Mapping[str, str]) -> bool:
     if text not in _SWITCH_WORDS:
         raise ConfigurationError(f"H2D_PATCH_STRICT={text!r}; expected 0 or 1")
     return _SWITCH_WORDS[text]
+
+
+def server_name(environ: Mapping[str, str]) -> str | None:
+    """What `H2D_PATCH_SERVER` calls the server that a process belongs to."""
+    name = environ.get("H2D_PATCH_SERVER", "").strip()
+    return checked_server(name, "H2D_PATCH_SERVER=") if name else None
+
+
+def checked_server(name: str, what: str = "server ") -> str:
+    """Raises ConfigurationError for a name that is not fit for a file's."""
+    if not _SERVER.fullmatch(name):
+        raise ConfigurationError(f"{what}{name!r}; expected letters, digits, '.', '_' or '-', 64 at most")
+    return name
 
 
 def run_dir(environ: Mapping[str, str]) -> Path:

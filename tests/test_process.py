@@ -440,7 +440,7 @@ def test_status_refuses_a_damaged_state_file_and_names_it(server: Server) -> Non
     shown = server.status("status")
     assert shown.returncode == 2 and "state-1.json" in shown.stderr and "expected a state file" in shown.stderr
     (server.path / "run/state-1.json").write_text('{"schema": 99, "pid": 1}')
-    assert "schema: found 99; expected 1" in server.status("status").stderr
+    assert "schema: found 99; expected 2" in server.status("status").stderr
 
 
 def test_a_run_directory_that_is_not_ours_costs_the_server_nothing(server: Server) -> None:
@@ -807,12 +807,14 @@ given = ["tensors = nested()", "device = device"]
         {"targets": [{}]},
         {"role": []},
         {"device": None},
+        {"server": 7},
+        {"switches": []},
         {"targets": [{"fix": "a", "function": "b", "verdict": "active", "reason": None, "calls": 1, "fallbacks": 0}]},
     ],
 )
 def test_a_state_file_of_another_shape_is_one_clear_line(server: Server, content: dict[str, Any]) -> None:
     (server.path / "run").mkdir(mode=0o700)
-    whole = {"schema": 1, "pid": 1, "role": "worker", "targets": [], **content}
+    whole = {"schema": 2, "pid": 1, "role": "worker", "server": "a", "switches": {}, "targets": [], **content}
     (server.path / "run/state-host-1.json").write_text(json.dumps(whole))
     shown = server.status("status")
     assert shown.returncode == 2 and len(shown.stderr.splitlines()) == 1 and next(iter(content)) in shown.stderr

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..settings import ConfigurationError, checked_run_dir
 
-SCHEMA = 1
+SCHEMA = 2
+POLL_EVERY_S = 0.5
 WRITE_EVERY_S = 1.0
 _PREFIX = "state-"
 _LEFT_BEHIND_S = 60.0
@@ -28,13 +29,17 @@ class StateWriter:
     """Writes what `snapshot` returns to the run directory whenever it has changed, from a thread of its own.
 
     A directory that cannot be written is said once in the log; the process goes on without being seen in `status`.
+    `poll` is called from that thread more often, and says whether to write at once.
     """
 
-    def __init__(self, directory: Path, snapshot: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, directory: Path, snapshot: Callable[[], dict[str, Any]], poll: Callable[[], bool] | None = None
+    ) -> None:
         self._directory = directory
         self._snapshot = snapshot
+        self._poll = poll
         self._written: str | None = None
-        self._complained = False
+        self._complained = self._poll_complained = False
 
     def start(self, delay_s: float = 0.0) -> None:
         """Writes from now on; after a fork, `delay_s` lets children pass by that exist only to run another program."""
@@ -44,9 +49,21 @@ class StateWriter:
 
     def _run(self, delay_s: float) -> None:
         time.sleep(delay_s)
+        due = 0.0
         while True:
-            self.write()
-            time.sleep(WRITE_EVERY_S)
+            if (self._poll is not None and self._polled(self._poll)) or time.monotonic() >= due:
+                self.write()
+                due = time.monotonic() + WRITE_EVERY_S - POLL_EVERY_S / 2
+            time.sleep(POLL_EVERY_S)
+
+    def _polled(self, poll: Callable[[], bool]) -> bool:
+        try:
+            return poll()
+        except Exception as error:
+            if not self._poll_complained:
+                self._poll_complained = True
+                logger.warning("h2d_patch: what the control file says cannot be taken: %s", error)
+            return False
 
     def write(self) -> None:
         try:
@@ -54,7 +71,7 @@ class StateWriter:
             path = self._directory / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}.json"
             if text != self._written or not path.exists():
                 checked_run_dir(self._directory, create=True)
-                _write_whole(path, text)
+                write_whole(path, text)
                 self._written = text
         except Exception as error:
             if not self._complained:
@@ -102,7 +119,7 @@ def _check(path: Path, content: Any) -> None:
     found = content.get("schema") if isinstance(content, dict) else type(content).__name__
     if found != SCHEMA:
         raise ConfigurationError(f"{path}: schema: found {found!r}; expected {SCHEMA}, a file of this version")
-    kinds = {"pid": int, "role": str, "targets": list}
+    kinds = {"pid": int, "role": str, "server": str, "switches": dict, "targets": list}
     wrong = [key for key, kind in kinds.items() if type(content.get(key)) is not kind]
     if type(content.get("device", {})) is not dict:
         wrong.append("device")
@@ -141,7 +158,8 @@ def _alive(content: dict[str, Any]) -> bool:
     return start_time(int(content["pid"])) == content.get("start_time")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """`path` has all of `text`, or what it had; only this user can read or write it. Raises OSError."""
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

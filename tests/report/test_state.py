@@ -21,6 +21,8 @@ def state(pid: int, **more: Any) -> dict[str, Any]:
         "start_time": start_time(pid),
         "host": os.uname().nodename,
         "role": "worker",
+        "server": "a-server",
+        "switches": {},
         "targets": [],
         **more,
     }
