@@ -14,11 +14,13 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from . import __version__
 from .manifest import Manifest, load
+from .operate import control, switching
 from .patching.recognise import Verdict
 from .releases import shipped
 from .report import status
@@ -26,7 +28,6 @@ from .report.check import Site, check
 from .report.state import clean, read_states
 from .settings import ConfigurationError, Settings
 
-BAD = ("refused", "failed")
 _REPETITIONS = 60  # of `bench copies`
 
 
@@ -119,9 +120,12 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
 
 
 def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
-    states = list(read_states(settings.run_dir))
+    refused: list[str] = []
+    states = list(read_states(settings.run_dir, refused))
     if options.clean:
         clean(settings.run_dir, states)
+        if not refused:  # whose servers' names nobody knows
+            control.clean(settings.run_dir, states)
         states = [state for state in states if state.alive]
     patched = any(state.alive and "error" not in state.content for state in states)
     notes = [] if patched else status.why_nothing(os.environ)
@@ -129,9 +133,23 @@ def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest)
         _print_json(status.as_json(states, notes))
     else:
         print(status.as_text(states, settings.run_dir, notes, options.all))
+    for text in refused:
+        print(f"h2d-patch: {_one_line(text)}", file=sys.stderr)
+    if refused:
+        return 2
     live = [state.content for state in states if state.alive]
-    bad = any(target["verdict"] in BAD for content in live for target in content.get("targets", []))
-    return 1 if bad or any("error" in content for content in live) else 0
+    bad = any(target["verdict"] in status.BAD for content in live for target in content.get("targets", []))
+    return 1 if bad or any("error" in content or content.get("control") for content in live) else 0
+
+
+def _switch(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    turned = switching.turn(settings.run_dir, options.fix, options.on == "on", options.server, options.rank)
+    if options.json:
+        _print_json({**asdict(turned), "taken": bool(turned)})
+    else:
+        print(turned.as_text())
+        print(*turned.notes, sep="\n", end="\n" if turned.notes else "")
+    return 0 if turned else 1
 
 
 def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
@@ -342,6 +360,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _rank(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a worker's rank, 0 or more")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r}; expected whole seconds from 1 to 3600")
@@ -369,6 +393,11 @@ def _parser() -> argparse.ArgumentParser:
     added = command("status", _status, "which fixes are active in every process, and how often each ran")
     added.add_argument("--all", action="store_true", help="every target, and the tables of processes that have ended")
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
+    added = command("switch", _switch, "turn a fix on or off in the live processes, without a restart")
+    added.add_argument("fix", metavar="FIX", help=f"a fix id, or {switching.ALL}")
+    added.add_argument("on", choices=["on", "off"])
+    added.add_argument("--server", metavar="NAME", help="only that server, called as status shows; default: all here")
+    added.add_argument("--rank", type=_rank, metavar="N", help="only the workers of that rank")
     added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
     text = "measure how blocks are best copied between CPU and GPU here, and store that for kv-swap"

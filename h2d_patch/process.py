@@ -25,6 +25,7 @@ import wrapt
 
 from . import __version__, roles
 from .manifest import Fix, Manifest, load
+from .operate import control
 from .operate.switches import Switches
 from .patching.install import build_rewrite, install_replacement, original_code
 from .patching.locate import Located, describe, locate, overriding, when_loaded
@@ -35,7 +36,7 @@ from .patching.switch import Site, Switch, last_line
 from .releases import shipped
 from .report.check import Installed, parsed, without_source
 from .report.state import SCHEMA, StateWriter, start_time
-from .report.status import DOES_NOT_APPLY, NOT_SELECTED
+from .report.status import DOES_NOT_APPLY, NOT_SELECTED, SWITCHED_OFF
 from .settings import ConfigurationError, Settings, checked_run_dir, is_strict, run_dir, server_name
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
@@ -79,7 +80,7 @@ class Patch:
     def state(self) -> dict[str, Any]:
         verdict, reason = self.verdict, self.reason
         if verdict is Verdict.ACTIVE and not self.site.on:
-            verdict, reason = Verdict.OFF, "switched off"
+            verdict, reason = Verdict.OFF, SWITCHED_OFF
         elif verdict is Verdict.ACTIVE and (by := overriding(self.holder, self.target.qualname.rpartition(".")[2])):
             reason = "; ".join(filter(None, (reason, f"not in {', '.join(by)}, which overrides it")))
         return {
@@ -431,6 +432,8 @@ def start() -> None:
             selected = settings.selection.fixes(manifest.defaults)
             if settings.strict:
                 checked_run_dir(settings.run_dir, create=True)
+            if settings.server is not None:
+                control.remove_left_behind(settings.run_dir, settings.server)
             current = Process(settings, manifest, selected)
             os.environ["H2D_PATCH_SERVER"] = current.server  # children, forked or spawned, are of this server
         except Exception as error:

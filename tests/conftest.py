@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from model_server import Server
 
 MakeModule = Callable[..., types.ModuleType]
 
@@ -33,6 +34,12 @@ def make_module(tmp_path: Path) -> Iterator[MakeModule]:
     yield make
     for name in made:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    pytest.importorskip("torch")
+    return Server(tmp_path)
 
 
 class MemoryLedger:

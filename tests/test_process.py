@@ -6,90 +6,12 @@ The models here are stand-ins with a manifest of their own; real vLLM is in test
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-
-MANIFEST = """
-manifest = 1
-[patch.our-model]
-why = "positions of our own model"
-[[patch.our-model.target]]
-function = "our_model:Model.forward"
-[[patch.our-model.target.rewrite]]
-find = "SRC.to(DEV, non_blocking=True)"
-put = "to_device(SRC, DEV)"
-given = ["SRC = tensor(size(1, 50), 2)", "DEV = device"]
-[[patch.our-model.target]]
-function = "our_model:gone"
-[[patch.our-model.target.rewrite]]
-find = "SRC.to(DEV, non_blocking=True)"
-put = "to_device(SRC, DEV)"
-"""
-
-MODEL = """
-import torch
-
-class Model:
-    runs = 0
-
-    def forward(self, x, bad=False):
-        type(self).runs += 1
-        if bad:
-            raise ValueError("the model's own")
-        return x.to("cpu", non_blocking=True) + 1
-"""
-
-
-class Server:
-    """Runs a script in a process with our plugin's environment, a model to patch and a run directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.env = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("H2D_PATCH", "VLLM"))},
-            "PYTHONPATH": f"{path}:{ROOT}",
-            "H2D_PATCH": "our-model",
-            "H2D_PATCH_MANIFEST": str(path / "ours.toml"),
-            "H2D_PATCH_RUN_DIR": str(path / "run"),
-        }
-        (path / "ours.toml").write_text(MANIFEST)
-        (path / "our_model.py").write_text(MODEL)
-        self.prelude = "import json, os, sys, time, torch\nfrom h2d_patch.plugin import register\n"
-
-    def run(self, script: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        text = self.prelude + textwrap.dedent(script)
-        done = subprocess.run(
-            [sys.executable, "-c", text],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert not check or done.returncode == 0, done.stderr
-        return done
-
-    def states(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted((self.path / "run").glob("state-*.json"))]
-
-    def status(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "h2d_patch.cli", *arguments]
-        return subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=60, check=False)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Server:
-    pytest.importorskip("torch")
-    return Server(tmp_path)
-
+from model_server import MANIFEST, MODEL, Server
 
 CALL = """
 register()

@@ -9,15 +9,16 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..report.state import write_whole
+from ..report.state import ProcessState, read_states, write_whole
 from ..settings import ConfigurationError, checked_run_dir, checked_server
 
 SCHEMA = 1
@@ -62,7 +63,7 @@ class Control:
         found = [one.on for one in self.switches if one.fix == fix and one.rank in (None, rank)]
         return found[-1] if found else None
 
-    def turned(self, fixes: Iterator[str] | tuple[str, ...], on: bool, rank: int | None = None) -> Control:
+    def turned(self, fixes: Iterable[str], on: bool, rank: int | None = None) -> Control:
         """With `fixes` on or off from now on; in all processes, that also ends what was said of single ranks."""
         chosen, now = tuple(fixes), time.time()
         kept = [one for one in self.switches if one.fix not in chosen or rank not in (None, one.rank)]
@@ -126,6 +127,28 @@ def signature(directory: Path, server: str) -> tuple[int, ...] | None:
     return (*whose, file.st_ino, file.st_mtime_ns, file.st_ctime_ns, file.st_size, file.st_mode, file.st_uid)
 
 
+def remove_left_behind(directory: Path, server: str) -> None:
+    """Removes the control file of an earlier server of this name: none of its processes lives on this host.
+
+    Called by a process as it starts; under a live server of that name the file stays.
+    """
+    if signature(directory, server) is None:
+        return
+    with contextlib.suppress(ConfigurationError, OSError):
+        for state in read_states(directory, []):
+            here = state.content.get("host") == socket.gethostname()
+            if here and state.alive and state.content["server"] == server:
+                return
+        path_of(directory, server).unlink(missing_ok=True)
+
+
+def clean(directory: Path, states: Iterable[ProcessState]) -> None:
+    """Removes the control files of servers of which no process lives."""
+    live = {path_of(directory, state.content["server"]) for state in states if state.alive}
+    for path in set(directory.glob("control-*.json")) - live:
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """One writer at a time; the system lets go of the lock of one that is killed."""
@@ -155,24 +178,28 @@ def _read_own(path: Path) -> str:
     except OSError as error:
         why = "is a symbolic link" if path.is_symlink() else f"cannot be read: {error.strerror}"
         raise ConfigurationError(f"{path} {why}; expected a file of this user's") from None
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigurationError(f"{path} is not a file; {_EXPECTED}")
-        if status.st_uid != os.getuid():
-            raise ConfigurationError(
-                f"{path} belongs to user id {status.st_uid}; expected {os.getuid()}, the user who runs this"
-            )
-        if status.st_mode & 0o022:
-            mode = stat.S_IMODE(status.st_mode)
-            raise ConfigurationError(f"{path} can be written by others (mode {mode:04o}); expected 0600")
-        try:
-            text = file.read(MOST_BYTES + 1).decode()
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{path}: {error}; {_EXPECTED}") from None
-    if len(text) > MOST_BYTES:
-        raise ConfigurationError(f"{path}: more than {MOST_BYTES} bytes; {_EXPECTED}")
-    return text
+    try:
+        if not_ours := _not_ours(os.fstat(handle)):
+            raise ConfigurationError(f"{path} {not_ours}")
+        with open(handle, "rb", closefd=False) as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ConfigurationError(f"{path}: more than {MOST_BYTES} bytes; {_EXPECTED}")
+        return text.decode()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}; {_EXPECTED}") from None
+    finally:
+        os.close(handle)
+
+
+def _not_ours(status: os.stat_result) -> str | None:
+    if not stat.S_ISREG(status.st_mode):
+        return f"is not a file; {_EXPECTED}"
+    if status.st_uid != os.getuid():
+        return f"belongs to user id {status.st_uid}; expected {os.getuid()}, the user who runs this"
+    if status.st_mode & 0o022:
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); expected 0600"
+    return None
 
 
 def _parse(path: Path, server: str, content: Any) -> Control:

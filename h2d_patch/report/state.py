@@ -88,10 +88,11 @@ class ProcessState:
     alive: bool
 
 
-def read_states(directory: Path) -> Iterator[ProcessState]:
+def read_states(directory: Path, refused: list[str] | None = None) -> Iterator[ProcessState]:
     """The state of every process that has written one to `directory`, by pid; half-written files are none of ours.
 
-    Raises ConfigurationError when the directory is not one that only this user can write, or a file in it is damaged.
+    Raises ConfigurationError when the directory is not one that only this user can write, or a file in it is damaged
+    or of another version; with `refused`, that is added there and the others are read.
     """
     try:
         checked_run_dir(directory)
@@ -101,14 +102,25 @@ def read_states(directory: Path) -> Iterator[ProcessState]:
     states = []
     for path in paths:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            states.append(_read(path))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path}: {error}; expected a state file, written by h2d_patch") from None
-        _check(path, content)
-        states.append(ProcessState(path, content, _alive(content)))
+        except ConfigurationError as error:
+            if refused is None:
+                raise
+            refused.append(str(error))
     yield from sorted(states, key=lambda state: int(state.content["pid"]))
+
+
+def _read(path: Path) -> ProcessState:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: {error}; expected a state file, written by h2d_patch") from None
+    _check(path, content)
+    return ProcessState(path, content, _alive(content))
 
 
 _TARGET = {"fix": str, "function": str, "verdict": str, "reason": str, "calls": int, "fallbacks": int}

@@ -15,6 +15,8 @@ ENTRY_POINT = "h2d_patch"
 # Reasons that both the process that writes them and the table know.
 NOT_SELECTED = "not selected by H2D_PATCH"
 DOES_NOT_APPLY = "does not apply"
+SWITCHED_OFF = "switched off"
+BAD = ("refused", "failed")
 ROLES = {"api-server": "API server", "engine-core": "engine core", "worker": "worker", "inspector": "inspector"}
 
 
@@ -97,7 +99,7 @@ def _process(state: ProcessState, everything: bool) -> str:
     role = ROLES.get(content.get("role", ""), str(content.get("role")))
     rank = f" {content['rank']}" if content.get("rank") is not None else ""
     dead = "" if state.alive else "  (dead; h2d-patch status --clean removes it)"
-    title = f"{content['pid']}  {role}{rank}  vLLM {content.get('vllm') or 'unknown'}{dead}"
+    title = f"{content['pid']}  {role}{rank}  vLLM {content.get('vllm') or 'unknown'}  server {content['server']}{dead}"
     if not state.alive and not everything and "error" not in content:
         return title
     if error := content.get("error"):
@@ -118,6 +120,7 @@ def _process(state: ProcessState, everything: bool) -> str:
     device = content.get("device", {})
     notes = [f"  device profile: {device['profile']}"] if device.get("profile") else []
     notes += [f"  {note}" for note in device.get("notes", [])]
+    notes += [f"  the switches stay as they are: {content['control']}"] if content.get("control") else []
     if not everything and (hidden := Counter(filter(None, map(_left_out_of_table, content.get("targets", []))))):
         notes.append(f"  and {', '.join(f'{number} {why}' for why, number in hidden.items())} (--all shows them)")
     if not rows:
