@@ -1,11 +1,12 @@
-"""The result files against the targets of [copies] and [kv-swap], into bench/results/targets.json.
+"""The result files against the targets of [copies], [kv-swap] and [operate], into bench/results/targets.json.
 
     python bench/judge.py
 
 Each entry says what was asked, what was found in the worst case, and whether that meets it. Entries of other issues
-stay. A result that is missing, was interrupted, is quick, or was made without a GPU meets nothing. Medians are
-compared; sizes are the bytes that travel, 64 KiB counting as small and 8 MiB as large. GB/s are those of the slowest
-cell that a target names, of the GPU alone, whatever the call took on the host. Exit status 1 if a target is not met.
+stay. A result that is missing, was interrupted, is quick, or was made without a GPU meets nothing, but for what needs
+no GPU. Medians are compared; sizes are the bytes that travel, 64 KiB counting as small and 8 MiB as large. GB/s are
+those of the slowest cell that a target names, of the GPU alone, whatever the call took on the host. Exit status 1 if a
+target is not met.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from h2d_patch.copies.profile import DIRECTIONS, DRIVER, TRITON, Choice
 from h2d_patch.copies.profile_file import parse_choice
 
 RESULTS = Path(__file__).resolve().parent / "results"
-COPIES, KV_SWAP = "copies", "kv-swap"
+COPIES, KV_SWAP, OPERATE = "copies", "kv-swap", "operate"
 # What the original copies with a wait.
 WAITING = ("pageable", "gapped", "transposed", "transposed gapped", "converted", "nested", "cat")
 SMALL, LARGE = 64 << 10, 8 << 20
@@ -51,6 +52,7 @@ class Target:
     result: str
     judge: Callable[[dict[str, Any]], Found]
     issue: str = COPIES
+    needs_gpu: bool = True
 
 
 # --- copies.json ---
@@ -209,6 +211,17 @@ def first_token(result: dict[str, Any]) -> Found:
     }
     name, (off, on) = max(found.items(), key=lambda item: item[1][1] / item[1][0])
     return Found(f"{on} ms, original {off} ms: {name}", on <= off)
+
+
+# --- counting.json ---
+
+
+def _cost(*names: str) -> Callable[[dict[str, Any]], Found]:
+    def judge(result: dict[str, Any]) -> Found:
+        ns, name = max((float(result["cost_ns"][name]), name) for name in names)
+        return Found(f"{ns / 1000:.2f} µs: {name}", ns <= 1000)
+
+    return judge
 
 
 # --- swap.json ---
@@ -422,6 +435,23 @@ SERVED_TARGETS = [
         ("0.26.0", "kv_offload_0.26.0.json", "store", "storing", 3),
     )
 ]
+OPERATE_TARGETS = [
+    Target(what, target, name, judge, OPERATE, needs_gpu=False)
+    for what, target, name, judge in (
+        (
+            "a switched-off fix, a call",
+            "at most 1 µs",
+            "counting.json",
+            _cost("switched off: expression", "switched off: statements", "switched off: replaced function"),
+        ),
+        (
+            "calls, bytes, path and host time counted, a call",
+            "at most 1 µs",
+            "counting.json",
+            _cost("counting: expression", "counting: statements"),
+        ),
+    )
+]
 
 TARGETS = (
     Target("any fixed call, 20 ms queued", "at most 2 × idle + 50 µs, at every size", "copies.json", never_waits),
@@ -455,6 +485,7 @@ TARGETS = (
     ),
     *SWAP_TARGETS,
     *SERVED_TARGETS,
+    *OPERATE_TARGETS,
 )
 
 
@@ -464,7 +495,7 @@ def judged(directory: Path, targets: Iterable[Target] = TARGETS) -> list[dict[st
     for target in targets:
         entry: dict[str, Any] = {"issue": target.issue, "what": target.what, "target": target.target}
         try:
-            entry |= asdict(target.judge(_load(directory / target.result)))
+            entry |= asdict(target.judge(_load(directory / target.result, target.needs_gpu)))
         except Unknown as error:
             entry |= {"value": None, "met": False, "reason": str(error)}
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -473,7 +504,7 @@ def judged(directory: Path, targets: Iterable[Target] = TARGETS) -> list[dict[st
     return entries
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, needs_gpu: bool) -> dict[str, Any]:
     """Raises Unknown for what is no whole measurement."""
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -486,7 +517,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise Unknown(_worst("the measurement did not end as it should", wrong))
     if result.get("quick"):
         raise Unknown("a quick measurement, with few cases")
-    if not result["machine"]["gpu"]:
+    if needs_gpu and not result["machine"]["gpu"]:
         raise Unknown("made without a GPU")
     return result
 
@@ -498,7 +529,7 @@ def main(arguments: list[str] | None = None) -> int:
     written = directory / "targets.json"
     others = json.loads(written.read_text(encoding="utf-8")) if written.exists() else []
     entries = judged(directory)
-    kept = [entry for entry in others if entry["issue"] not in (COPIES, KV_SWAP)]
+    kept = [entry for entry in others if entry["issue"] not in (COPIES, KV_SWAP, OPERATE)]
     written.write_text(as_json(kept + entries), encoding="utf-8")
     for entry in entries:
         found = entry["value"] if entry["value"] is not None else f"unknown: {entry['reason']}"

@@ -91,6 +91,9 @@ class Patch:
             "calls": self.site.calls,
             "fallbacks": self.site.fallbacks,
             "fallback_reasons": dict(self.site.reasons),
+            "bytes": self.site.bytes,
+            "paths": dict(self.site.paths),
+            "arms": {"on": self.site.arms[True].state(), "off": self.site.arms[False].state()},
             "selftest_ms": None if self.selftest_ms is None else round(self.selftest_ms, 2),
         }
 
@@ -131,8 +134,7 @@ class Process:
         self.device: dict[str, Any] = {}
         self._worker: Any = None
         for patch in self.patches:
-            patch.site.calls = patch.site.fallbacks = 0
-            patch.site.reasons = {}
+            patch.site.renew()
         # Another thread of the parent's may have been about to patch these; it is not in the child.
         loaded = dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING)
         startup = [(name, callback) for name, callback in self._retry if name in STARTUP_MODULES]

@@ -50,6 +50,10 @@ class MemoryLedger:
         self.fallbacks = 0
         self.reasons: list[str] = []
         self.errors: list[BaseException] = []
+        self.taken: list[tuple[str, int]] = []
+
+    def took(self, path: str, nbytes: int) -> None:
+        self.taken.append((path, nbytes))
 
     def declined(self, reason: str) -> None:
         self.fallbacks += 1

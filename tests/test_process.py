@@ -31,6 +31,8 @@ def target(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_a_module_imported_after_register_is_patched_and_its_calls_are_counted(server: Server) -> None:
     found = target(server.run(CALL))
     assert (found["verdict"], found["calls"], found["fallbacks"]) == ("active", 1, 0)
+    assert (found["bytes"], found["paths"]) == (0, {"original": 1})  # to the CPU there is nothing to better
+    assert (found["arms"]["on"]["count"], found["arms"]["off"]["count"]) == (1, 0)
     assert 0 < found["selftest_ms"] < 100
 
 
@@ -544,20 +546,47 @@ def test_undo_takes_the_device_start_up_out_too(server: Server) -> None:
     assert server.run(script).stdout.split() == ["True", "True"]
 
 
-def test_a_function_that_torch_compile_traces_is_traced_as_the_original(server: Server) -> None:
+FORMS_TO_TRACE = {
+    "expression": ("return x.to('cpu', non_blocking=True) + 1\n", ("", "")),
+    "statements": (
+        "for y in [x]:\n        z = y.to('cpu', non_blocking=True)\n    return z + 1\n",
+        (
+            'find = "SRC.to(DEV, non_blocking=True)"\nput = "to_device(SRC, DEV)"',
+            'find = "for SRC in ALL:\\n    OUT = SRC.to(DEV, non_blocking=True)"\nput = "OUT = to_device(ALL[0], DEV)"',
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_TO_TRACE)
+def test_a_function_that_torch_compile_traces_is_traced_as_the_original(server: Server, form: str) -> None:
     script = """
     register()
     import our_model
     from h2d_patch import process
-    compiled = torch.compile(lambda x: our_model.forward(x), backend="eager", fullgraph=True)
+    graphs = []
+    def backend(graph, inputs):
+        graphs.append(str(graph.code))
+        return graph.forward
+    compiled = torch.compile(lambda x: our_model.forward(x), backend=backend, fullgraph=True)
     print(compiled(torch.ones(2)).tolist())
+    for on, timed in ((False, False), (False, True), (True, True)):  # neither is anything that the graph depends on
+        for patch in process.current.patches:
+            patch.site.on, patch.site.timed = on, timed
+        compiled(torch.ones(2))
+    process.current.undo()
+    torch._dynamo.reset()
+    compiled(torch.ones(2))
+    print(len(graphs), len(set(graphs)))
     print(json.dumps(process.current.state()["targets"][-2]))
     """
-    (server.path / "our_model.py").write_text("def forward(x):\n    return x.to('cpu', non_blocking=True) + 1\n")
-    (server.path / "ours.toml").write_text(MANIFEST.replace("Model.forward", "forward"))
+    model, put = FORMS_TO_TRACE[form]
+    (server.path / "our_model.py").write_text(f"def forward(x):\n    {model}")
+    (server.path / "ours.toml").write_text(MANIFEST.replace("Model.forward", "forward").replace(*put, 1))
     done = server.run(script)
-    assert done.stdout.splitlines()[0] == "[2.0, 2.0]"
-    assert (target(done)["verdict"], target(done)["calls"]) == ("active", 0)
+    assert done.stdout.splitlines()[:2] == ["[2.0, 2.0]", "2 1"]  # one with us, the same without us
+    assert target(done)["calls"] == 0
+    assert not any(arm["count"] for arm in target(done)["arms"].values())
 
 
 def test_a_child_forked_while_locks_are_held_and_collection_is_paused_goes_on(server: Server) -> None:

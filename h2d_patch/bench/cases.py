@@ -29,6 +29,10 @@ class Ledger:
         self.calls = 0
         self.fallbacks = 0
         self.reasons: Counter[str] = Counter()
+        self.paths: Counter[str] = Counter()
+
+    def took(self, path: str, nbytes: int) -> None:
+        self.paths[path] += 1
 
     def declined(self, reason: str) -> None:
         self.fallbacks += 1

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any, Final, Protocol, final
 
 Binder = Callable[["Ledger"], Callable[..., Any]]
+
+# Paths, and their bytes, of calls whose attempt has noted none.
+ORIGINAL: Final = "original"
+UNNAMED: Final = ("fixed", 0)
+LEFT: Final = (ORIGINAL, 0)
 
 
 class Ledger(Protocol):
@@ -14,6 +20,9 @@ class Ledger(Protocol):
 
     calls: int
     fallbacks: int
+
+    def took(self, path: str, nbytes: int) -> None:
+        """`nbytes` were copied by `path`; 0 by `ORIGINAL`, where there was nothing to improve."""
 
     def declined(self, reason: str) -> None:
         """The original ran in place of the fast way, for a reason known beforehand. Counts the fallback."""
@@ -38,6 +47,18 @@ class Declined:
 
     def __repr__(self) -> str:
         return f"Declined({self.reason!r}, counted={self.counted})"
+
+
+class _Noted(threading.local):
+    path: tuple[str, int] | None = None
+
+
+_noted: Final = _Noted()
+
+
+def note(path: str, nbytes: int) -> None:
+    """For the ledger of the call that runs in this thread: `nbytes` have been copied by `path`. The last one counts."""
+    _noted.path = path, nbytes
 
 
 class CopyFunction:
@@ -78,6 +99,9 @@ class _Nowhere:
     calls = 0
     fallbacks = 0
 
+    def took(self, path: str, nbytes: int) -> None:
+        pass
+
     def declined(self, reason: str) -> None:
         pass
 
@@ -94,16 +118,19 @@ def falling_back(attempt: Callable[..., Any], original: Callable[..., Any]) -> B
     def bind(ledger: Ledger) -> Callable[..., Any]:
         def bound(*args: Any, **kwargs: Any) -> Any:
             ledger.calls += 1
-            failure = None
+            _noted.path = failure = None
             try:
                 result = attempt(*args, **kwargs)
             except Exception as error:
                 failure = error
             else:
                 if type(result) is not Declined:
+                    ledger.took(*(_noted.path or UNNAMED))
                     return result
                 if result.counted:
                     ledger.declined(result.reason)
+                else:
+                    ledger.took(*(_noted.path or LEFT))
             if failure is None:
                 return original(*args, **kwargs)
             # Not in the except block: an exception of the original must reach the caller as if we were not here.

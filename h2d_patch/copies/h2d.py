@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back
+from h2d_patch.copies.call import Binder, Declined, Ledger, falling_back, note
 from h2d_patch.copies.snapshot import dense_rows, gather, snapshot, worth
 from h2d_patch.copies.staging import DTYPES, FULL, NOT_TO_CUDA, TOO_LARGE, Ring, ring_for
 
@@ -34,6 +34,7 @@ _INFERENCE: Final = Declined("an inference tensor, outside of inference mode")
 _LAZY_BIT: Final = Declined("a lazy conjugate or negative, or named dimensions")
 _NO_MEMORY: Final = Declined("a tensor without memory of its own")
 _BROADCAST: Final = Declined("a broadcast source")
+_STAGING: Final = "staging"
 _DTYPES: Final = frozenset(DTYPES)
 # Only a complex tensor can be a lazy conjugate, and only what has a sign and a fraction a lazy negative: a part of one.
 _NEVER_LAZY: Final = frozenset(d for d in DTYPES if not d.is_floating_point and not d.is_complex)
@@ -192,7 +193,10 @@ def _at_once(source: torch.Tensor, ring: Ring) -> torch.Tensor | Declined | None
     # Not a tensor: a mode that makes up tensors is on. Other strides: the source has gaps.
     if type(result) is not _Tensor or not (contiguous or result.stride() == source.stride()):
         return None
-    return None if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1) else result
+    if lane.send(result.data_ptr(), nbytes, address, nbytes, nbytes, 1):
+        return None
+    note(_STAGING, nbytes)
+    return result
 
 
 def _by_size(source: torch.Tensor, ring: Ring, converts: bool, pinned_too: bool = False) -> torch.Tensor | Declined:
@@ -234,6 +238,7 @@ def _send(
         snapshot(source, piece, strides)
         piece.submitted = True
         ring.link.copy(target.data_ptr(), piece.address, nbytes, piece.stream)
+    note("strided", nbytes)
     return None
 
 
@@ -241,7 +246,9 @@ def _send_dense(ring: Ring, target: int, source: int, nbytes: int) -> Declined |
     """The same for dense memory; what is large in parts: one travels while the next is copied into the ring."""
     quarter = ring.capacity // 4
     if nbytes < _IN_PARTS_BYTES and nbytes <= quarter:
+        note(_STAGING, nbytes)
         return ring.send(target, nbytes, source, nbytes, nbytes, 1)
+    note("staging in parts", nbytes)
     declined = _no_room(ring, nbytes)
     part = min(_PART_BYTES, quarter)
     for start in range(0, nbytes, part):
@@ -256,6 +263,7 @@ def _send_rows(
     ring: Ring, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
 ) -> Declined | None:
     """`ring.send`, some rows at a time where all of them are more than a quarter of the ring."""
+    note("pitched", width * rows)
     quarter = ring.capacity // 4
     if width * rows <= quarter:
         return ring.send(target, target_pitch, source, source_pitch, width, rows)
@@ -367,6 +375,7 @@ def copy_h2d(dst: Any, src: Any, non_blocking: bool = True, pin: bool = False) -
         piece.submitted = True
         # torch converts or spreads it on the device, and needs no temporary on the host.
         dst.copy_(piece.view(src.dtype, shape, strides), non_blocking=True)
+    note("converted" if not same_dtype else "strided", nbytes)
     return dst
 
 
@@ -405,6 +414,7 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
     declined = _send_gathered(ring, result.data_ptr(), [tensor.data_ptr() for tensor in tensors], sizes)
     if declined is not None:
         return declined
+    note("gathered", sum(sizes))
     return result if dtype is None or dtype == first.dtype else result.to(dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from h2d_patch.copies.call import Binder, Declined, Ledger
+from h2d_patch.copies.call import LEFT, Binder, Declined, Ledger
 from h2d_patch.copies.h2d import NOTHING_TO_COPY, asynchronous_already, dense_strides, unfit
 from h2d_patch.copies.snapshot import snapshot
 from h2d_patch.copies.staging import ALIGNMENT, Piece, Ring, current_ring
@@ -19,8 +19,9 @@ KEPT_BY_CALLEE: Final = frozenset({"seq_lens"})
 class _Staged:
     """The arguments of one call, their tensors in one piece that is not submitted yet."""
 
-    def __init__(self, piece: Piece, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, piece: Piece, nbytes: int, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.piece: Final = piece
+        self.nbytes: Final = nbytes
         self.args: Final = args
         self.kwargs: Final = kwargs
 
@@ -63,6 +64,7 @@ def _stage(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Staged | Declin
 
         return _Staged(
             piece,
+            sum(tensor.nbytes for tensor in tensors.values()),
             [swapped(value) for value in args],
             {name: value if name in KEPT_BY_CALLEE else swapped(value) for name, value in kwargs.items()},
         )
@@ -90,6 +92,7 @@ def bind_call_pinned(ledger: Ledger) -> Callable[..., Any]:
             if type(staged) is not Declined:
                 # An exception of `function` is the caller's own. What it submitted before still reads the piece.
                 staged.piece.submitted = True
+                ledger.took("pinned arguments", staged.nbytes)
                 try:
                     return function(*staged.args, **staged.kwargs)
                 finally:
@@ -99,6 +102,8 @@ def bind_call_pinned(ledger: Ledger) -> Callable[..., Any]:
                         ledger.failed(error)
             if staged.counted:
                 ledger.declined(staged.reason)
+            else:
+                ledger.took(*LEFT)
         if failure is None:
             return function(*args, **kwargs)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import sqrt
 from typing import Final
@@ -23,8 +24,12 @@ class Choice:
     path: str
     programs: int = 0
 
-    def __str__(self) -> str:
+    @cached_property  # each swap is counted by it
+    def name(self) -> str:
         return f"{self.path} {self.programs}" if self.programs else self.path
+
+    def __str__(self) -> str:
+        return self.name
 
 
 _REMEMBERED: Final = 1024

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from h2d_patch.copies import native
-from h2d_patch.copies.call import Binder, Declined, falling_back
+from h2d_patch.copies.call import Binder, Declined, falling_back, note
 from h2d_patch.copies.cuda import pinned_range
 from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile, default
 from h2d_patch.copies.ranges import Checked, Swappable
@@ -200,7 +200,9 @@ def _swap(
     if choice is None:
         choice = kernels.profile.choose_of(gpu_to_cpu, total, blocks)
     if choice.path == DRIVER:
+        note("driver batch", total)
         return DRIVER_PAYS
+    note(choice.name, total)
     found = touchable(ring)
     if isinstance(found, str):
         return Declined(found)

@@ -92,9 +92,9 @@ def install_replacement(located: Located, put: Callable[..., Any], site: Site) -
 
     def chosen(wrapped: Callable[..., Any], _instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not site.on:
-            return wrapped(*args, **kwargs)
+            return site.ended_off(site.if_timed(), wrapped(*args, **kwargs))
         try:
-            return put(*args, **kwargs)
+            return site.ended_on(site.now(), put(*args, **kwargs))
         except Exception as error:
             failure = error
         result = wrapped(*args, **kwargs)  # not in the except block: what it raises is its caller's alone

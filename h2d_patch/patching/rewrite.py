@@ -1,9 +1,9 @@
 """A release's own function with single expressions exchanged, compiled again without running anything.
 
 Both arms stand in the new code, `PUT if <site>.on else FIND`, so that turning a fix off runs exactly the original
-expression. The site (see `switch`) is a global of the module under a name of our own, which stays there after an undo:
-frames that still run the new code need it. (A constant of the code would leave no name, but torch.compile refuses
-functions with constants that it does not know.)
+expression; the site is told when an arm begins and ends. The site (see `switch`) is a global of the module under a name
+of our own, which stays there after an undo: frames that still run the new code need it. (A constant of the code would
+leave no name, but torch.compile refuses functions with constants that it does not know.)
 """
 
 from __future__ import annotations
@@ -232,9 +232,14 @@ def _both_arms(match: Match, put: Pattern, site: str) -> Any:
     first = match.nodes[0]
     if put.expression is not None:
         assert isinstance(first, ast.expr)
-        return _at(ast.IfExp(fill.switch(), fill.visit(copy.deepcopy(put.expression)), first), first)
-    new = [fill.visit(copy.deepcopy(statement)) for statement in put.statements]
-    return _at(ast.If(fill.switch(), new, match.nodes), first)  # type: ignore[arg-type]
+        new = fill.visit(copy.deepcopy(put.expression))
+        fixed, original = fill.timed("now", "ended_on", new), fill.timed("if_timed", "ended_off", first)
+        return _at(ast.IfExp(fill.switch(), fixed, original), first)
+    statements = [fill.visit(copy.deepcopy(statement)) for statement in put.statements]
+    arms = (
+        [fill.tell("begin"), *arm, fill.tell(end)] for arm, end in ((statements, "end_on"), (match.nodes, "end_off"))
+    )
+    return _at(ast.If(fill.switch(), *arms), first)
 
 
 class _Fill(ast.NodeTransformer):
@@ -246,6 +251,16 @@ class _Fill(ast.NodeTransformer):
 
     def switch(self) -> Any:
         return self._site_attribute("on")
+
+    def timed(self, begins: str, ended: str, arm: ast.expr) -> Any:
+        """`arm`, its value passed through the site's `ended`, with what its `begins` said before."""
+        return self._site_call(ended, self._site_call(begins), arm)
+
+    def tell(self, what: str) -> Any:
+        return _at(ast.Expr(self._site_call(what)), self._match.nodes[0])
+
+    def _site_call(self, name: str, *arguments: ast.expr) -> Any:
+        return _at(ast.Call(self._site_attribute(name), list(arguments), []), self._match.nodes[0])
 
     def _site_attribute(self, name: str) -> Any:
         place = self._match.nodes[0]

@@ -6,15 +6,20 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from time import perf_counter_ns
+from typing import Any, Final
+
+from .arms import Arm
 
 
 class Site:
     """One target's place in the new code, where it is the global `name`.
 
     The code reads `on` where the copy is, and calls the copy functions, which `bind` has put here as attributes; they
-    count in `calls` and `fallbacks` and report through `declined` and `failed`. Counts are exact within a thread and
-    may lose a few between threads: they are for people, and a lock would cost more than the copy.
+    count in `calls`, `fallbacks`, `bytes` and `paths` and report through `took`, `declined` and `failed`. Around each
+    arm the code calls `now` and `ended_on`, `if_timed` and `ended_off`: the fixed arm's host time is always kept, the
+    original's only while `timed` is set, which it is for an A/B. Counts are exact within a thread and may lose a few
+    between threads: they are for people, and a lock would cost more than the copy.
     """
 
     _numbers = itertools.count()
@@ -24,10 +29,22 @@ class Site:
     def __init__(self, on_failure: Callable[[Site, str], None] | None = None) -> None:
         self.name = f"__h2d_patch_{next(Site._numbers)}__"
         self._on = False
+        self.timed = False
+        self._on_failure = on_failure
+        self.renew()
+
+    def renew(self) -> None:
+        """Counts nothing yet: at first, and in a forked child."""
         self.calls = 0
         self.fallbacks = 0
         self.reasons: dict[str, int] = {}
-        self._on_failure = on_failure
+        self.bytes = 0
+        self.paths: dict[str, int] = {}
+        self.arms = {True: Arm(), False: Arm()}
+        # In an expression, `ended_on(now(), PUT) if on else ended_off(if_timed(), FIND)`: what raises is not kept.
+        self.ended_on = self.arms[True].ended
+        self.ended_off = self.arms[False].ended
+        self._begun = _Begun()
 
     @property
     def on(self) -> bool:
@@ -36,6 +53,37 @@ class Site:
     @on.setter
     def on(self, value: bool) -> None:
         self._on = value
+
+    now: Final = staticmethod(perf_counter_ns)
+
+    def if_timed(self) -> int | None:
+        """When the original arm begins, if that matters."""
+        return None if Site.compiling() or not self.timed else perf_counter_ns()
+
+    # Around statements, which have no value to pass on: by thread.
+
+    def begin(self) -> None:
+        """An arm begins."""
+        if not Site.compiling():
+            self._begun.at = perf_counter_ns() if self._on or self.timed else None
+
+    def end_on(self) -> None:
+        """The fixed arm has ended. Of what raised, or left a loop or the function, nothing is kept."""
+        self._end(True)
+
+    def end_off(self) -> None:
+        """The original arm has ended."""
+        if not Site.compiling() and self.timed:
+            self._end(False)
+
+    def _end(self, on: bool) -> None:
+        start, self._begun.at = self._begun.at, None
+        self.arms[on].ended(start, None)
+
+    def took(self, path: str, nbytes: int) -> None:
+        """A copy function has copied `nbytes` by `path`, or left a call that it could not better to the original."""
+        self.bytes += nbytes
+        self.paths[path] = self.paths.get(path, 0) + 1
 
     def declined(self, reason: str) -> None:
         """A copy function left this call to the original, for `reason`."""
@@ -51,6 +99,10 @@ class Site:
 
     def bind(self, name: str, function: Callable[..., Any]) -> None:
         setattr(self, name, function)
+
+
+class _Begun(threading.local):
+    at: int | None = None
 
 
 class Switch:

@@ -123,7 +123,10 @@ def _read(path: Path) -> ProcessState:
     return ProcessState(path, content, _alive(content))
 
 
-_TARGET = {"fix": str, "function": str, "verdict": str, "reason": str, "calls": int, "fallbacks": int}
+_TARGET = {
+    "fix": str, "function": str, "verdict": str, "reason": str, "calls": int, "fallbacks": int, "bytes": int,
+    "paths": dict, "arms": dict,
+}  # fmt: skip
 
 
 def _check(path: Path, content: Any) -> None:

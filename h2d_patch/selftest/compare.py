@@ -44,6 +44,9 @@ class _Ledger:
         self.fallbacks = 0
         self.error: BaseException | None = None
 
+    def took(self, path: str, nbytes: int) -> None:
+        pass
+
     def declined(self, reason: str) -> None:
         self.fallbacks += 1
 

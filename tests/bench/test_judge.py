@@ -65,7 +65,14 @@ def _good() -> dict[str, Any]:
         "copies.json": {**ABOUT, "rows": rows, "in_a_row": in_a_row, "other_stream_busy": other},
         "soak.json": {**ABOUT, "runs": [run, copy.deepcopy(run)]},
         "multimodal.json": {**ABOUT, "loads": {"one size": load, "several": copy.deepcopy(load)}},
+        "counting.json": {"machine": {"gpu": None}, "complete": True, "cost_ns": dict.fromkeys(COSTS, 1000)},
     }
+
+
+COSTS = (
+    "switched off: expression", "switched off: statements", "switched off: replaced function", "counting: expression",
+    "counting: statements",
+)  # fmt: skip
 
 
 SWAP_SIZES = (1024, 2048, 4096, 8192, 12288, 16384, 24576, 1 << 20)
@@ -183,6 +190,16 @@ SNAPSHOT = "snapshot kept, all cases and queue depths"
         (_median("pageable 131072", 0, 101), ["idle, 64 KiB to 8 MiB"], "pageable 131072"),
         (_median("pageable 8388608", 0, 60.1), ["idle, 8 MiB and more"], "pageable 8388608"),
         (_median("mrope 49152", 0, 25.1), [MROPE], "mrope 49152"),
+        (
+            _set("counting.json/cost_ns/switched off: statements", 1001),
+            ["a switched-off fix, a call"],
+            "switched off: statements",
+        ),
+        (
+            _set("counting.json/cost_ns/counting: expression", 1001),
+            ["calls, bytes, path and host time counted, a call"],
+            "counting: expression",
+        ),
         (_set("copies.json/rows/7/queued/2/ours/snapshot_kept", False), [MROPE, SNAPSHOT], "lost"),
         (_median(f"mrope {24 * 8192}", 0, 51), ["M-RoPE, n = 8192, idle"], "mrope"),
         (_median(f"mrope {24 * 32768}", 0, 51), ["M-RoPE, n = 32768, idle"], "mrope"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from h2d_patch import copies
-from h2d_patch.copies.call import Declined, falling_back
+from h2d_patch.copies.call import Declined, falling_back, note
 
 
 def test_a_result_of_the_fast_way_is_returned_and_the_original_does_not_run(ledger):
@@ -84,3 +84,22 @@ def test_importing_copies_imports_neither_torch_nor_patching():
         "bad = [m for m in sys.modules if m.startswith(('numpy', 'triton', 'h2d_patch.patching'))]; assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_call_is_counted_by_its_path_or_as_a_fallback(ledger):
+    def attempt(path, answer):
+        if path:
+            note(path, 10)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    bound = falling_back(attempt, lambda *_: None)(ledger)
+    bound("staging", 7)
+    bound("driver batch", Declined("as fast", counted=False))
+    bound(None, Declined("nothing to copy", counted=False))
+    bound("staging", Declined("full"))
+    bound("staging", ValueError())
+    bound(None, 7)
+    assert ledger.taken == [("staging", 10), ("driver batch", 10), ("original", 0), ("fixed", 0)]
+    assert ledger.calls == len(ledger.taken) + ledger.fallbacks == 6

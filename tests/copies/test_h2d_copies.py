@@ -641,3 +641,23 @@ def test_a_lane_that_fails_leaves_the_copy_to_the_original(monkeypatch, ledger):
         monkeypatch.setattr(ring, "lane", lane)
         assert torch.equal(copies.to_device.bind(ledger)(torch.arange(9), CPU), torch.arange(9))
     assert [str(error) for error in ledger.errors] == ["unwell"]
+
+
+@pytest.mark.parametrize(
+    ("path", "nbytes", "copy"),
+    [
+        ("staging", 1024, lambda ledger: copies.to_device.bind(ledger)(torch.zeros(256), CPU)),
+        ("staging in parts", 40_000, lambda ledger: copies.to_device.bind(ledger)(torch.zeros(10_000), CPU)),
+        ("pitched", 32, lambda ledger: copies.copy_h2d.bind(ledger)(torch.zeros(2, 9)[:, :4], torch.ones(2, 9)[:, :4])),
+        ("strided", 2048, lambda ledger: copies.to_device.bind(ledger)(torch.zeros(64, 32)[::2, ::2].t(), CPU)),
+        ("converted", 40, lambda ledger: copies.copy_h2d.bind(ledger)(torch.zeros(10).half(), torch.ones(10))),
+        ("gathered", 1 << 20, lambda ledger: copies.cat_to_device.bind(ledger)([torch.zeros(1 << 14)] * 16, CPU)),
+        ("original", 0, lambda ledger: copies.to_device.bind(ledger)(torch.zeros(0), CPU)),
+        ("pinned arguments", 64, lambda ledger: copies.call_pinned.bind(ledger)(lambda *_: None, torch.zeros(16), 3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_ledger_says_how_many_bytes_went_which_way(ledger, path, nbytes, copy):
+    with forced_staging(1 << 17 if path != "gathered" else 1 << 23):
+        copy(ledger)
+    assert ledger.taken == [(path, nbytes)] and ledger.fallbacks == 0

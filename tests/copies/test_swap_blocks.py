@@ -97,6 +97,7 @@ def test_the_kernel_copies_every_block_whole_and_nothing_else(ledger, chosen, st
         assert ring.in_use() == 0
     assert torch.equal(target, expected)
     assert (ledger.calls, ledger.fallbacks) == (1, 0)
+    assert ledger.taken == [(f"triton {programs}", int(sizes.sum()))]
 
 
 @pytest.mark.parametrize("column", ["src", "dst", "sizes", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -253,3 +254,48 @@ def test_a_frame_that_still_runs_when_the_fix_is_taken_out_ends_well(make_module
     next(running)
     undo()
     assert next(running) == ("old", 1)
+
+
+def counts(site: Site) -> tuple[int, int]:
+    return site.arms[True].count, site.arms[False].count
+
+
+@pytest.mark.parametrize(
+    ("body", "made"),
+    [
+        ("return copy(x)", rewrite()),
+        ("y = 0\n    for z in [x]:\n        y = copy(z)\n    return y", rewrite("for A in B:\n    C = copy(A)", "C = swap(B[0])")),
+    ],
+    ids=["expression", "statements"],
+)  # fmt: skip
+def test_the_fixed_arm_is_timed_always_and_the_original_where_it_is_asked_for(
+    make_module, body: str, made: Rewrite
+) -> None:  # type: ignore[no-untyped-def]
+    module = make_module("import time\ndef copy(x):\n    return ('old', 1 / x)\n" + f"def f(x):\n    {body}\n")
+    site, _ = put_in(module, "f", made, swap=lambda x: ("new", 1 / x))
+    module.f(1)
+    assert counts(site) == (1, 0) and 0 < site.arms[True].ns < 1e9
+    site.on = False
+    module.f(1)
+    assert counts(site) == (1, 0)
+    site.timed = True
+    module.f(1)
+    assert counts(site) == (1, 1)
+    for site.on in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            module.f(0)
+    assert counts(site) == (1, 1)  # of what raises, nothing is kept
+    assert module.f(1) == ("old", 1) and counts(site) == (1, 2)
+
+
+def test_an_arm_that_leaves_the_function_is_not_taken_for_the_next_one_s_time(make_module) -> None:  # type: ignore[no-untyped-def]
+    module = make_module(
+        PRELUDE + "def f(rows):\n    for row in rows:\n        if row:\n            return copy(row)\n    return 0\n"
+    )
+    loop = rewrite("for A in B:\n    if A:\n        return copy(A)", "swap(B)", inside="")
+    site, _ = put_in(module, "f", loop)
+    site.on, site.timed = False, True
+    assert module.f([1]) == ("old", 1) and counts(site) == (0, 0)
+    time.sleep(0.05)
+    assert module.f([]) == 0 and counts(site) == (0, 1)
+    assert site.arms[False].ns < 40e6
