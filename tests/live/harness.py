@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from h2d_patch.manifest import load
@@ -16,7 +18,19 @@ sys.path.insert(0, str(TOOLS))
 from live_env import Release, installed, releases  # noqa: E402  (needs the path above)
 from live_server import Server, ServerDied, image, serving, text  # noqa: E402
 
-__all__ = ["EVERY_FIX", "IMAGE_FIXES", "QUESTIONS", "TOOLS", "Answers", "Live", "Server", "ServerDied", "answers"]
+__all__ = [
+    "EVERY_FIX",
+    "IMAGE_FIXES",
+    "QUESTIONS",
+    "TOOLS",
+    "Answers",
+    "Live",
+    "Load",
+    "Server",
+    "ServerDied",
+    "answers",
+    "under_load",
+]
 
 # The tokens of each depend on the pixels and on every position (tools/tiny_model.py).
 QUESTIONS = {
@@ -33,6 +47,45 @@ Answers = dict[str, list[int]]
 def answers(server: Server) -> Answers:
     """The tokens of the greedy answer to each question."""
     return {name: server.ask(*parts) for name, parts in QUESTIONS.items()}
+
+
+@dataclass
+class Load:
+    """What clients got while a server was under load: answers with the right tokens, and each other outcome in words."""
+
+    right: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def under_load(server: Server, expected: Answers, clients: int = 3) -> Iterator[Load]:
+    """Clients that ask the questions over and over, each from another one on, until the block ends."""
+    load, stop = Load(), threading.Event()
+
+    def ask(first: int) -> None:
+        names = list(QUESTIONS)
+        for name in itertools.islice(itertools.cycle(names), first, None):
+            if stop.is_set():
+                return
+            try:
+                tokens = server.ask(*QUESTIONS[name])
+            except Exception as error:
+                load.wrong.append(f"{name}: {error}")
+                return
+            if tokens == expected[name]:
+                load.right += 1
+            else:
+                load.wrong.append(f"{name}: {tokens}")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from harness import EVERY_FIX, QUESTIONS, Answers, Live, Server, ServerDied, answers, under_load
 from harness import IMAGE_FIXES as RAN
-from harness import QUESTIONS, Answers, Live, Server, ServerDied, answers
+
+from h2d_patch.operate.control import Control, update
+from h2d_patch.report.state import read_states
 
 pytestmark = pytest.mark.live
 
@@ -26,11 +29,11 @@ def workers(server: Server) -> list[dict[str, Any]]:
     return sorted((p for p in status(server)["processes"] if p["role"] == "worker"), key=lambda p: p["rank"])
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 10, every: float = 0.3) -> bool:
     """Each process writes its state about once a second."""
     deadline = time.monotonic() + seconds
     while not (true := holds()) and time.monotonic() < deadline:
-        time.sleep(0.3)
+        time.sleep(every)
     return true
 
 
@@ -47,8 +50,9 @@ def ran(process: dict[str, Any]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def patched(live: Live) -> Iterator[Server]:
-    """A server with all fixes, its processes spawned, and no cache that would spare it the inspector."""
-    with live.server("patched", {**ALL, "VLLM_CACHE_ROOT": str(live.folder / "new-cache")}, fork=False) as server:
+    """A server with every fix, its processes spawned, and no cache that would spare it the inspector."""
+    environ = {**ALL, "H2D_PATCH": EVERY_FIX, "VLLM_CACHE_ROOT": str(live.folder / "new-cache")}
+    with live.server("patched", environ, fork=False) as server:
         yield server
 
 
@@ -89,6 +93,56 @@ def test_the_inspector_that_has_ended_is_shown_until_cleaned(patched: Server) ->
     assert [p["role"] for p in status(patched)["processes"] if not p["alive"]] == ["inspector"]
     assert patched.h2d_patch("status", "--clean").returncode == 0
     assert all(p["alive"] for p in status(patched)["processes"])
+
+
+def test_a_fix_is_off_in_every_process_within_two_seconds_and_on_again(patched: Server) -> None:
+    pids = {str(process["pid"]) for process in status(patched)["processes"] if process["alive"]}
+    for word in ("off", "on"):
+        done = patched.h2d_patch("switch", "mrope-positions", word, "--json")
+        printed = json.loads(done.stdout)
+        assert done.returncode == 0 and printed["took_s"] < 2, done.stdout
+        assert {str(answer["pid"]) for answer in printed["answers"]} == pids
+        calls = target(workers(patched)[0], "mrope-positions")["calls"]
+        patched.ask(*QUESTIONS["image"])
+        time.sleep(1.5)  # a state is at most as old
+        assert (target(workers(patched)[0], "mrope-positions")["calls"] > calls) is (word == "on")
+
+
+FLIPS = 100
+
+
+def test_100_switch_flips_of_each_fix_under_load_fail_no_request_and_change_no_token(
+    patched: Server, live: Live, reference: Answers
+) -> None:
+    (name,) = {process["server"] for process in status(patched)["processes"] if process["alive"]}
+    fixes = EVERY_FIX.split(",")
+    flipped = dict.fromkeys(fixes, 0)
+
+    def shown() -> list[dict[str, bool]]:
+        return [state.content["switches"] for state in read_states(live.run_dir("patched")) if state.alive]
+
+    before = {fix: target(workers(patched)[0], fix)["calls"] for fix in RAN}
+    with under_load(patched, reference) as load:
+        for step in range(FLIPS + 1):  # one half of the fixes is on while the other is off
+
+            def change(control: Control, step: int = step) -> Control:
+                for fix in fixes[0::2] if step < FLIPS else ():
+                    control = control.turned([fix], step % 2 == 1)
+                for fix in fixes[1::2] if step else ():
+                    control = control.turned([fix], step % 2 == 0)
+                return control
+
+            were = shown()[0]
+            update(live.run_dir("patched"), name, change)
+            wanted = {**were, **{one.fix: one.on for one in change(Control(name)).switches}}
+            assert eventually(lambda wanted=wanted: all(found == wanted for found in shown()), every=0.05)  # type: ignore[misc]
+            for fix in fixes:
+                flipped[fix] += wanted[fix] != were[fix]
+    assert flipped == dict.fromkeys(fixes, FLIPS)
+    assert load.wrong == [] and load.right > FLIPS / 2
+    assert eventually(lambda: all(target(workers(patched)[0], fix)["calls"] > before[fix] for fix in RAN))
+    done = patched.h2d_patch("status")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("fix", RAN)
