@@ -45,6 +45,31 @@ def test_registering_twice_patches_once(server: Server) -> None:
     assert (found["verdict"], found["calls"]) == ("active", 1)
 
 
+def test_registering_again_changes_nothing_in_the_process_or_in_a_child_of_it(server: Server) -> None:
+    script = """
+    import threading, h2d_patch.process
+    def look():
+        process = h2d_patch.process.current
+        finders = [type(finder).__name__ for finder in sys.meta_path]
+        threads = sorted(thread.name for thread in threading.enumerate())
+        return id(process), id(process.writer), process.server, os.environ["H2D_PATCH_SERVER"], finders, threads
+    register()
+    first = look()
+    register()
+    print(look() == first, first[-1], first[2] == first[3], flush=True)
+    if os.fork() == 0:
+        child = look()
+        register()
+        print(look() == child, child[-1], child[2:4] == first[2:4], child[1] != first[1], flush=True)
+        os._exit(0)
+    os.wait()
+    """
+    server.prelude = "import os, sys\nfrom h2d_patch.plugin import register\n"
+    first, child = server.run(script).stdout.splitlines()
+    assert first == "True ['MainThread', 'h2d_patch-state'] True"
+    assert child == "True ['MainThread', 'h2d_patch-state'] True True"
+
+
 def test_a_function_that_this_release_lacks_is_absent(server: Server) -> None:
     done = server.run(
         "register()\nimport our_model\nfrom h2d_patch import process\nprint(json.dumps(process.current.state()['targets'][-1]))"
@@ -79,6 +104,16 @@ def test_register_with_nothing_enabled_takes_under_50_ms_and_leaves_cuda_alone(s
     script = "register()\nprint(time.perf_counter() - start, torch.cuda.is_initialized())"
     seconds, initialised = server.run(script, H2D_PATCH="").stdout.split()
     assert float(seconds) < 0.05 and initialised == "False"
+
+
+def test_import_and_register_with_nothing_enabled_import_nothing_else_and_start_no_thread(server: Server) -> None:
+    server.prelude = "import sys, threading, time\nbefore, start = set(sys.modules), time.perf_counter()\n"
+    script = "from h2d_patch.plugin import register\nregister()\ntook = time.perf_counter() - start\n"
+    script += "print(took, threading.active_count(), *sorted(set(sys.modules) - before))"
+    for value in ("", "0"):
+        took, threads, *imported = server.run(script, H2D_PATCH=value).stdout.split()
+        assert float(took) < 0.05 and threads == "1"
+        assert imported == ["__future__", "h2d_patch", "h2d_patch.plugin"]
 
 
 def test_an_error_in_a_copy_function_runs_the_original_once_and_turns_the_fix_off(server: Server) -> None:
