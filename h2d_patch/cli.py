@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings.from_environ()
         manifest = load(settings.manifest)
         settings.selection.fixes(manifest.defaults)
+        settings.check_ab(manifest.defaults)
         result: int = options.run(options, settings, manifest)
         return result
     except ConfigurationError as error:

@@ -26,6 +26,7 @@ import wrapt
 from . import __version__, roles
 from .manifest import Fix, Manifest, load
 from .operate import control
+from .operate.alternation import Alternation
 from .operate.switches import Switches
 from .patching.install import build_rewrite, install_replacement, original_code
 from .patching.locate import Located, describe, locate, overriding, when_loaded
@@ -113,6 +114,7 @@ class Process:
         ]
         self.switches = {fix: Switch() for fix in selected}
         self.switched = Switches(settings.run_dir, self.server, self.switches)
+        self.alternation = Alternation(self.switches, self._sites, self.switched.wanted, settings.ab)
         self._kept_off: dict[str, str] = {}  # fix id → why it stays off in this process
         self._failed: dict[str, str] = {}  # fix id → the error of ours that turned it off
         self._gpu_failures: dict[Target, str] = {}
@@ -128,6 +130,7 @@ class Process:
         for switch in self.switches.values():
             switch.renew()
         self.switched.renew()
+        self.alternation.renew()
         self.started = time.time()
         self.is_worker = False
         self.rank: int | None = None
@@ -149,12 +152,22 @@ class Process:
             "device": self.device,
             "switches": dict(self.switched.wanted),
             "control": self.switched.problem,
+            "ab": self.alternation.state(),
             "targets": [patch.state() for patch in list(self.patches)],
         }
 
     def poll(self) -> bool:
         """Takes what the control file says; whether that changed anything. Called twice a second."""
-        return self.switched.poll(self.rank)
+        changed = self.switched.poll(self.rank)
+        return self.alternation.follow(self.switched.control) or changed
+
+    def _sites(self, fix: str) -> list[tuple[str, Site]]:
+        """The functions that `fix` is in, with the place of each."""
+        return [
+            (patch.target.function, patch.site)
+            for patch in self.patches
+            if patch.fix.id == fix and patch.verdict is Verdict.ACTIVE
+        ]
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
@@ -432,6 +445,7 @@ def start() -> None:
             settings = Settings.from_environ()
             manifest = load(settings.manifest)
             selected = settings.selection.fixes(manifest.defaults)
+            settings.check_ab(manifest.defaults, selected)
             if settings.strict:
                 checked_run_dir(settings.run_dir, create=True)
             if settings.server is not None:

@@ -6,11 +6,15 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .operate.slices import SETTLE_SHARE, Slices
+
 DEFAULT_PINNED_MB = 256
+_DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(ms|s|m)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _SERVER = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SWITCH_WORDS = {"": False, "0": False, "1": True}
 
@@ -73,7 +77,8 @@ class Settings:
 
     `pinned_bytes` bounds the pinned staging region of each process and device. `run_dir` holds one state file for
     each process, `server` what the operator, or an earlier process of it, calls the server. `profile` is the device
-    profile that was asked for, `profile_dir` where those of this user lie.
+    profile that was asked for, `profile_dir` where those of this user lie. `ab` are the slices of an A/B, counted from
+    the epoch, so that they are the same in every process of every host.
     """
 
     selection: Selection
@@ -84,6 +89,20 @@ class Settings:
     pinned_bytes: int = DEFAULT_PINNED_MB << 20
     profile: Path | None = None
     profile_dir: Path | None = None
+    ab: Slices | None = None
+
+    def check_ab(self, known: Collection[str], selected: Collection[str] | None = None) -> None:
+        """Raises ConfigurationError for an A/B of a fix that no manifest has, or that is not `selected`."""
+        if self.ab is None:
+            return
+        if self.ab.fix not in known:
+            raise ConfigurationError(
+                f"H2D_PATCH_AB: unknown fix {self.ab.fix!r}; expected one of: {', '.join(sorted(known))}"
+            )
+        if selected is not None and self.ab.fix not in selected:
+            raise ConfigurationError(
+                f"H2D_PATCH_AB: {self.ab.fix!r} is not selected; expected a fix that H2D_PATCH puts in"
+            )
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -100,6 +119,7 @@ class Settings:
             pinned_bytes=_megabytes(env, "H2D_PATCH_PINNED_MB", DEFAULT_PINNED_MB) << 20,
             profile=_path(profile) if profile else None,
             profile_dir=profile_dir(env),
+            ab=_slices(env, "H2D_PATCH_AB"),
         )
 
 
@@ -188,3 +208,27 @@ def _megabytes(env: Mapping[str, str], name: str, default: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= 1 << 20:
         raise ConfigurationError(f"{name}={text!r}; expected a whole number of MiB, 1 to {1 << 20}")
     return int(text)
+
+
+def _slices(env: Mapping[str, str], name: str) -> Slices | None:
+    """`FIX:LENGTH`, or `FIX:LENGTH:SETTLE` with what is left out at the start of each slice."""
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    fix, *lengths = (part.strip() for part in text.split(":"))
+    seconds = [_seconds(length) for length in lengths]
+    if not fix or len(seconds) not in (1, 2) or None in seconds:
+        raise ConfigurationError(
+            f"{name}={text!r}; expected a fix id and the length of a slice, as in 'kv-swap:30s', and maybe what is "
+            "left out at its start, as in 'kv-swap:30s:5s'"
+        )
+    slice_s, settle_s = seconds[0] or 0.0, seconds[-1] or 0.0
+    try:
+        return Slices(fix, slice_s, 0.0, None, settle_s if len(seconds) == 2 else slice_s * SETTLE_SHARE)
+    except ValueError as error:
+        raise ConfigurationError(f"{name}={text!r}: {error}") from None
+
+
+def _seconds(text: str) -> float | None:
+    found = _DURATION.fullmatch(text)
+    return float(found[1]) * _UNITS_S[found[2]] if found else None

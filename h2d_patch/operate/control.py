@@ -20,6 +20,7 @@ from typing import Any
 
 from ..report.state import ProcessState, read_states, write_whole
 from ..settings import ConfigurationError, checked_run_dir, checked_server
+from .slices import Slices
 
 SCHEMA = 1
 MOST_BYTES = 1 << 20
@@ -39,18 +40,6 @@ class Switched:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """An A/B of `fix`: alternating slices of `slice_s` seconds from unix time `start` on, each without its first
-    `settle_s` seconds; ended at `stop`."""
-
-    fix: str
-    slice_s: float
-    start: float
-    stop: float | None
-    settle_s: float
-
-
-@dataclass(frozen=True)
 class Control:
     """What a control file says. Of its switches, a later one wins."""
 
@@ -64,10 +53,14 @@ class Control:
         return found[-1] if found else None
 
     def turned(self, fixes: Iterable[str], on: bool, rank: int | None = None) -> Control:
-        """With `fixes` on or off from now on; in all processes, that also ends what was said of single ranks."""
+        """With `fixes` on or off from now on; in all processes, that also ends what was said of single ranks.
+
+        An A/B of one of them is over.
+        """
         chosen, now = tuple(fixes), time.time()
         kept = [one for one in self.switches if one.fix not in chosen or rank not in (None, one.rank)]
-        return replace(self, switches=(*kept, *(Switched(fix, on, rank, now) for fix in chosen)))
+        ab = None if self.ab is not None and self.ab.fix in chosen else self.ab
+        return replace(self, switches=(*kept, *(Switched(fix, on, rank, now) for fix in chosen)), ab=ab)
 
 
 def path_of(directory: Path, server: str) -> Path:
@@ -213,7 +206,10 @@ def _parse(path: Path, server: str, content: Any) -> Control:
         for name in names:
             if type(value[name]) not in types[name]:
                 raise wrong(f"{key}.{name}", value[name], " or ".join(one.__name__ for one in types[name]))
-        return kind(**value)
+        try:
+            return kind(**value)
+        except ValueError as error:
+            raise wrong(key, value, str(error)) from None
 
     if type(content) is not dict:
         raise wrong("schema", type(content).__name__, str(SCHEMA))
@@ -231,4 +227,7 @@ def _parse(path: Path, server: str, content: Any) -> Control:
 _NONE = type(None)
 _NUMBER = (float, int)
 _SWITCHED = {"fix": (str,), "on": (bool,), "rank": (int, _NONE), "at": _NUMBER}
-_SLICES = {"fix": (str,), "slice_s": _NUMBER, "start": _NUMBER, "stop": (*_NUMBER, _NONE), "settle_s": _NUMBER}
+_SLICES = {
+    "fix": (str,), "slice_s": _NUMBER, "start": _NUMBER, "stop": (*_NUMBER, _NONE), "settle_s": _NUMBER,
+    "same": (bool,),
+}  # fmt: skip

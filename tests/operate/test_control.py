@@ -60,9 +60,9 @@ def state(directory: Path, pid: int, server: str = NAME, **more: Any) -> None:
 def test_what_was_written_is_read_and_only_this_user_can(directory: Path) -> None:
     assert read(directory, NAME) is None
     ab = Slices("kv-swap", 30.0, 1.5, None, 3)
-    assert update(directory, NAME, lambda control: Control(control.server, ab=ab).turned(["kv-swap"], False)) is None
+    assert update(directory, NAME, lambda control: Control(control.server, ab=ab).turned(["other"], False)) is None
     found = read(directory, NAME)
-    assert found is not None and found.ab == ab and found.wanted("kv-swap", 0) is False
+    assert found is not None and found.ab == ab and found.wanted("other", 0) is False
     assert found.wanted("mrope-positions", 0) is None
     assert path_of(directory, NAME).stat().st_mode & 0o777 == 0o600
     content = json.loads(path_of(directory, NAME).read_text())
@@ -136,7 +136,7 @@ def test_what_belongs_to_another_user_is_refused(directory: Path, what: str) -> 
         ({"switches": [{"fix": "a", "on": True, "rank": True, "at": 1}]}, "switches[0].rank: found True; expected int"),
         ({"ab": {"fix": "a"}}, "ab: found {'fix': 'a'}; expected an object of fix, slice_s, start, stop, settle_s"),
         (
-            {"ab": {"fix": "a", "slice_s": "30", "start": 1, "stop": None, "settle_s": 1}},
+            {"ab": {"fix": "a", "slice_s": "30", "start": 1, "stop": None, "settle_s": 1, "same": False}},
             "ab.slice_s: found '30'; expected float or int",
         ),
     ],
