@@ -32,3 +32,18 @@ def widen_dummy_weights(reach: float) -> None:
         original(model, model_config, low=-reach, high=reach)
 
     dummy_loader.initialize_dummy_weights = wide
+
+
+def write_tokenizer(directory: str) -> None:
+    """One word for each token of that model, so that an API server can say what it generated."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    config = json.loads((Path(directory) / "config.json").read_text())
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(config["vocab_size"])}, "t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(Path(directory) / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t0",
+        "model_max_length": config["max_position_embeddings"],
+    }  # fmt: skip
+    (Path(directory) / "tokenizer_config.json").write_text(json.dumps(about))

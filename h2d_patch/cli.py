@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from .releases import shipped
 from .report import status
 from .report.check import Site, check
 from .report.state import clean, read_states
-from .settings import ConfigurationError, Settings
+from .settings import ConfigurationError, Settings, duration
 
 _REPETITIONS = 60  # of `bench copies`
 
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path that is no text must not end a command
             stream.reconfigure(errors="backslashreplace")
-    options = _parser().parse_args(arguments)
+    ours, command = _parted(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(ours)
+    options.command = command
     try:
         # Whatever the command, a bad setting or manifest is said: the server that reads them would do without us.
         settings = Settings.from_environ()
@@ -53,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our arguments, and the command behind `--` that `ab` runs: argparse would take its options for ours."""
+    words = list(arguments)
+    if words[:1] != ["ab"] or "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def _list(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
@@ -151,6 +163,40 @@ def _switch(options: argparse.Namespace, settings: Settings, manifest: Manifest)
         print(turned.as_text())
         print(*turned.notes, sep="\n", end="\n" if turned.notes else "")
     return 0 if turned else 1
+
+
+def _ab(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    from .bench.plot import require_matplotlib
+    from .operate import ab, ab_plot, ab_report
+    from .operate.slices import SETTLE_SHARE
+    from .operate.vllm_metrics import addresses
+
+    settle_s = options.slice * SETTLE_SHARE if options.settle is None else options.settle
+    plan = ab.Plan(
+        options.fix, options.slice, settle_s, options.slices and options.slices + options.slices % 2, options.server,
+        addresses(options.url), options.same, options.command,
+    )  # fmt: skip
+    if options.plot:
+        require_matplotlib()
+    with _terminated_like_interrupted():
+        outcome = ab.run(settings.run_dir, plan, lambda one: print(ab_report.in_a_line(one), file=sys.stderr))
+    report = ab_report.Report(outcome)
+    print(report.as_text())
+    if options.json:
+        _write_json(options.json, report.as_json())
+    if options.plot:
+        ab_plot.draw(report, options.plot)
+    return 0 if report.complete else 1
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    from .bench.provenance import write
+
+    about = {"h2d_patch": __version__, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    try:
+        write(path, content, about)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; expected a file to write") from None
 
 
 def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
@@ -367,6 +413,13 @@ def _rank(text: str) -> int:
     return int(text)
 
 
+def _duration(text: str) -> float:
+    seconds = duration(text) or duration(f"{text}s")
+    if seconds is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a time, as 30s or 2m")
+    return seconds
+
+
 def _seconds(text: str) -> float:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r}; expected whole seconds from 1 to 3600")
@@ -399,6 +452,34 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("on", choices=["on", "off"])
     added.add_argument("--server", metavar="NAME", help="only that server, called as status shows; default: all here")
     added.add_argument("--rank", type=_rank, metavar="N", help="only the workers of that rank")
+    text = "compare a fix with the original on a live server, in alternating slices"
+    added = commands.add_parser(
+        "ab",
+        help=text,
+        description="Turn a fix on and off in alternating slices in every process of a live server, and compare: host "
+        "time of a call, and, from the server's own metrics, requests per second, time to first token and inter-token "
+        "latency, each with an interval. Lasts as long as COMMAND, a load for one, if that is given. Afterwards the "
+        "fix is as it was.",
+        usage="h2d-patch ab [options] FIX [-- COMMAND ...]",
+    )
+    added.set_defaults(run=_ab)
+    added.add_argument("fix", metavar="FIX", help="a fix id")
+    added.add_argument(
+        "--slices", type=_positive, metavar="N", help="end after so many, and COMMAND with it (default without it: 20)"
+    )
+    added.add_argument("--slice", type=_duration, default=30.0, metavar="TIME", help="of one slice (default: 30s)")
+    added.add_argument("--settle", type=_duration, metavar="TIME", help="left out of each (default: a fifth of it)")
+    added.add_argument("--server", metavar="NAME", help="as status shows it, where there are several")
+    added.add_argument(
+        "--url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of the server, for its metrics (default: http://127.0.0.1:8000); once for each API server of its own",
+    )
+    added.add_argument("--same", action="store_true", help="both arms the original: what the measurement itself sees")
+    added.add_argument("--json", type=_file, metavar="FILE", help="write every slice")
+    added.add_argument("--plot", type=_file, metavar="FILE", help="draw the slices; needs matplotlib")
     added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
     text = "measure how blocks are best copied between CPU and GPU here, and store that for kv-swap"

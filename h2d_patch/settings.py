@@ -216,7 +216,7 @@ def _slices(env: Mapping[str, str], name: str) -> Slices | None:
     if not text:
         return None
     fix, *lengths = (part.strip() for part in text.split(":"))
-    seconds = [_seconds(length) for length in lengths]
+    seconds = [duration(length) for length in lengths]
     if not fix or len(seconds) not in (1, 2) or None in seconds:
         raise ConfigurationError(
             f"{name}={text!r}; expected a fix id and the length of a slice, as in 'kv-swap:30s', and maybe what is "
@@ -229,6 +229,7 @@ def _slices(env: Mapping[str, str], name: str) -> Slices | None:
         raise ConfigurationError(f"{name}={text!r}: {error}") from None
 
 
-def _seconds(text: str) -> float | None:
+def duration(text: str) -> float | None:
+    """Seconds of `30s`, `2m` or `1500ms`; None for anything else."""
     found = _DURATION.fullmatch(text)
     return float(found[1]) * _UNITS_S[found[2]] if found else None

@@ -71,7 +71,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     last.legend(fontsize="x-small")
     gpu = result.get("machine", {}).get("gpu") or "no GPU: the numbers mean nothing"
     figure.suptitle(f"Host time of one copy to the device ({gpu})")
-    _write(figure, path)
+    save(figure, path)
 
 
 def draw_swap(result: Mapping[str, Any], path: Path) -> None:
@@ -109,10 +109,11 @@ def draw_swap(result: Mapping[str, Any], path: Path) -> None:
     panels[0][0].legend(handles.values(), handles.keys(), fontsize="x-small")
     gpu = result.get("machine", {}).get("gpu") or "no GPU: the numbers mean nothing"
     figure.suptitle(f"Scattered blocks between CPU and GPU ({gpu})")
-    _write(figure, path)
+    save(figure, path)
 
 
-def _write(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Raises ConfigurationError where `path` cannot be written."""
     try:
         with path.open("wb") as file:  # by its name matplotlib would choose another where that has no suffix
             figure.savefig(file, dpi=120, format=path.suffix[1:] or "png")

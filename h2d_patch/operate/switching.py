@@ -69,7 +69,7 @@ def turn(
     is no such server, fix or rank, and where nothing can be written.
     """
     notes: list[str] = []
-    chosen = _servers(directory, server, notes)
+    chosen = live_servers(directory, server, notes, "switch")
     known = {name: _known(states) for name, states in chosen.items()}
     fixes = {name: sorted(there) if fix == ALL else [fix] for name, there in known.items()}
     everyone = [state for states in chosen.values() for state in states]
@@ -99,15 +99,18 @@ def turn(
     return Turned(on, every, tuple(_answers(live, fixes, on)), took, tuple(notes))
 
 
-def _servers(directory: Path, server: str | None, notes: list[str]) -> dict[str, list[ProcessState]]:
-    """The live processes with fixes of each server that has one on this host, or of `server`, wherever they are."""
+def live_servers(directory: Path, server: str | None, notes: list[str], command: str) -> dict[str, list[ProcessState]]:
+    """The live processes with fixes of each server that has one on this host, or of `server`, wherever they are.
+
+    States that cannot be read are said in `notes`. Raises ConfigurationError where there is no such server.
+    """
     live = [state for state in read_states(directory, notes) if state.alive and "error" not in state.content]
     here = {_server(state) for state in live if state.content.get("host") == socket.gethostname()}
     names = here if server is None else {_server(state) for state in live if _server(state) == server}
     if not names:
         what = "no live server" if server is None else f"no live server {server}"
         others = ", ".join(sorted({_server(state) for state in live})) or "none at all"
-        raise ConfigurationError(f"switch: {what} in {directory}; there: {others} (run as the server's user)")
+        raise ConfigurationError(f"{command}: {what} in {directory}; there: {others} (run as the server's user)")
     return {name: [state for state in live if _server(state) == name] for name in sorted(names)}
 
 
