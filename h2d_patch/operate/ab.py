@@ -29,6 +29,7 @@ _AHEAD: Final = 3  # slices: an A/B whose measurer is killed ends after so many
 _STATES_WITHIN_S: Final = 3.0  # what a process has done in a slice is in its state
 _COMMAND_ENDS_WITHIN_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.1
+_READ_EVERY_S: Final = 2.0  # the states, of which each has the last few slices: a look takes some milliseconds
 _BEFORE_THE_END_S: Final = 0.1  # of a slice its metrics are asked for, so that none of the next one are in them
 _SLOW_METRICS: Final = 0.2  # of what is measured of a slice
 _RUNS: Final = ("active", "pending")
@@ -111,6 +112,7 @@ class _Measuring:
         self._progress = progress
         self._clock = Clock()
         self._command: subprocess.Popen[bytes] | None = None
+        self._read_at = 0.0
         # By process, then by slice: what it says that it did.
         self._said: dict[tuple[str, int, int], dict[int, dict[str, Any]]] = {}
 
@@ -179,19 +181,18 @@ class _Measuring:
         self._progress(measured)
         return measured
 
-    def _until(self, moment: float, done: Callable[[], bool] = lambda: False, watching: bool = True) -> None:
-        """Waits until `moment`. Raises _Ended where there is nothing more to measure."""
-        read_at = 0.0
+    def _until(self, moment: float, done: Callable[[], bool] | None = None, watching: bool = True) -> None:
+        """Waits until `moment`, or until `done`. Raises _Ended where there is nothing more to measure."""
         while True:
-            if time.monotonic() - read_at > min(0.5, self._slices.slice_s / 4):
-                read_at = time.monotonic()
+            if time.monotonic() - self._read_at > (_READ_EVERY_S if watching and not done else _LOOK_EVERY_S):
                 why = self._read_states()
+                self._read_at = time.monotonic()
                 if watching and why:
                     raise _Ended(why)
             if watching and self._command is not None and self._command.poll() is not None:
                 raise _Ended
             left = moment - time.time()
-            if left <= 0 or done():
+            if left <= 0 or (done is not None and done()):
                 return
             if left > self._slices.slice_s + _START_IN_S + _STATES_WITHIN_S:
                 raise _Ended(f"{CLOCK_SET} back by more than a slice")
