@@ -27,7 +27,7 @@ from .releases import shipped
 from .report import status
 from .report.check import Site, check
 from .report.state import clean, read_states
-from .settings import ConfigurationError, Settings, duration
+from .settings import ConfigurationError, Settings, duration, run_dir
 
 _REPETITIONS = 60  # of `bench copies`
 
@@ -40,13 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(ours)
     options.command = command
     try:
-        # Whatever the command, a bad setting or manifest is said: the server that reads them would do without us.
+        if options.run is _switch:  # whoever turns something off is not kept from it by what is wrong elsewhere
+            return int(_switch(options))
+        # Whatever the other command, a bad setting or manifest is said: the server that reads them would do without us.
         settings = Settings.from_environ()
         manifest = load(settings.manifest)
         settings.selection.fixes(manifest.defaults)
         settings.check_ab(manifest.defaults)
-        result: int = options.run(options, settings, manifest)
-        return result
+        return int(options.run(options, settings, manifest))
     except ConfigurationError as error:
         print(f"h2d-patch: {_one_line(str(error))}", file=sys.stderr)
         return 2
@@ -155,8 +156,8 @@ def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest)
     return 1 if bad or any("error" in content or content.get("control") for content in live) else 0
 
 
-def _switch(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
-    turned = switching.turn(settings.run_dir, options.fix, options.on == "on", options.server, options.rank)
+def _switch(options: argparse.Namespace) -> int:
+    turned = switching.turn(run_dir(os.environ), options.fix, options.on == "on", options.server, options.rank)
     if options.json:
         _print_json({**asdict(turned), "taken": bool(turned)})
     else:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from packaging.version import InvalidVersion, Version
 
@@ -155,6 +154,8 @@ def _checkouts(distribution: metadata.Distribution) -> list[Path]:
     try:
         said = json.loads(distribution.read_text("direct_url.json") or "null")
         if said["dir_info"].get("editable") and said["url"].startswith("file://"):
+            from urllib.request import url2pathname  # which brings ssl
+
             return [Path(url2pathname(urlsplit(said["url"]).path))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass

@@ -71,6 +71,8 @@ def test_a_fix_is_turned_off_and_on_again_in_a_running_process(server: Server, p
     assert done.returncode == 0 and printed["taken"] and printed["took_s"] < 2
     assert [answer["why"] for answer in printed["answers"]] == [""]
     assert process(CALLS) == 1
+    status, text = switch(server, "our-model", "off", H2D_PATCH="nonsense", H2D_PATCH_MANIFEST="/nowhere.toml")
+    assert status == 0 and process(CALLS) == 0, "whatever is wrong in the operator's own shell"
     assert process.log.read_text() == ""
 
 
