@@ -224,6 +224,19 @@ def _cost(*names: str) -> Callable[[dict[str, Any]], Found]:
     return judge
 
 
+# --- switch_time.json ---
+
+
+def switch_time(result: dict[str, Any]) -> Found:
+    slowest = {name: float(seconds["from_command"]["max_s"]) for name, seconds in result["processes"].items()}
+    if missing := {"api-server", "engine-core", "worker"} - set(slowest):
+        raise Unknown(f"not measured: {min(missing)}")
+    s, name = max((s, name) for name, s in slowest.items())
+    from_file = max(float(seconds["from_file"]["max_s"]) for seconds in result["processes"].values())
+    value = f"{s:.2f} s from the start of the command, {from_file:.2f} s from its file: {name}"
+    return Found(f"{value}, the slowest of {result['switches']} switches", s <= 2)
+
+
 # --- swap.json ---
 
 KIB = 1 << 10
@@ -450,6 +463,7 @@ OPERATE_TARGETS = [
             "counting.json",
             _cost("counting: expression", "counting: statements"),
         ),
+        ("a switch, until every process of a server has taken it", "at most 2 s", "switch_time.json", switch_time),
     )
 ]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
     parser.add_argument("--switches", type=int, default=40, metavar="N", help="half of them off, half on")
-    parser.add_argument("--clients", type=int, default=3, metavar="N")
+    parser.add_argument("--clients", type=int, default=2, metavar="N")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder), options.switches, options.clients)
@@ -77,6 +78,7 @@ def measure(folder: Path, switches: int, clients: int) -> dict[str, Any]:
         "switches": switches,
         "clients": clients,
         "answers": got["answers"],
+        "load_average": list(os.getloadavg()),  # of one, five and fifteen minutes; with more than CPUs, Python waits
         "errors": got["errors"],
         "processes": seconds,
     }

@@ -65,8 +65,14 @@ def _good() -> dict[str, Any]:
         "copies.json": {**ABOUT, "rows": rows, "in_a_row": in_a_row, "other_stream_busy": other},
         "soak.json": {**ABOUT, "runs": [run, copy.deepcopy(run)]},
         "multimodal.json": {**ABOUT, "loads": {"one size": load, "several": copy.deepcopy(load)}},
+        "switch_time.json": {"machine": {"gpu": None}, "complete": True, "switches": 40, "processes": _good_switches()},
         "counting.json": {"machine": {"gpu": None}, "complete": True, "cost_ns": dict.fromkeys(COSTS, 1000)},
     }
+
+
+def _good_switches() -> dict[str, Any]:
+    seconds = {"from_command": {"max_s": 2.0}, "from_file": {"max_s": 0.5}}
+    return {name: copy.deepcopy(seconds) for name in ("api-server", "engine-core", "worker")}
 
 
 COSTS = (
@@ -177,6 +183,7 @@ HOST_TIME = "descriptors and host time, n = 4096"
 ROW = "copies.json/in_a_row/rounds/ours/1"
 SERVED = "multimodal.json/loads/several"
 MROPE = "M-RoPE, n ≤ 2048, idle, snapshot kept"
+SWITCH = "a switch, until every process of a server has taken it"
 SNAPSHOT = "snapshot kept, all cases and queue depths"
 
 
@@ -200,6 +207,7 @@ SNAPSHOT = "snapshot kept, all cases and queue depths"
             ["calls, bytes, path and host time counted, a call"],
             "counting: expression",
         ),
+        (_set("switch_time.json/processes/engine-core/from_command/max_s", 2.01), [SWITCH], "2.01 s from the start"),
         (_set("copies.json/rows/7/queued/2/ours/snapshot_kept", False), [MROPE, SNAPSHOT], "lost"),
         (_median(f"mrope {24 * 8192}", 0, 51), ["M-RoPE, n = 8192, idle"], "mrope"),
         (_median(f"mrope {24 * 32768}", 0, 51), ["M-RoPE, n = 32768, idle"], "mrope"),
@@ -289,6 +297,7 @@ def test_a_target_just_missed_is_not_met_and_the_case_is_named(
         (_set("kv_offload.json/passes", {}), "not measured"),
         (_set("kv_offload_0.26.0.json/kv_block_bytes", [16384]), "with blocks of [16384] bytes"),
         (lambda r: r["kv_offload.json"].pop("complete"), "not measured in this form"),
+        (lambda r: r["switch_time.json"]["processes"].pop("worker"), "not measured: worker"),
     ],
 )
 def test_what_a_result_does_not_show_is_not_met_and_has_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
