@@ -78,7 +78,7 @@ def measure(folder: Path, switches: int, clients: int) -> dict[str, Any]:
         "switches": switches,
         "clients": clients,
         "answers": got["answers"],
-        "load_average": list(os.getloadavg()),  # of one, five and fifteen minutes; with more than CPUs, Python waits
+        "load_average": list(os.getloadavg()),  # over 1, 5 and 15 minutes
         "errors": got["errors"],
         "processes": seconds,
     }

@@ -279,6 +279,7 @@ def test_the_log_says_at_the_start_when_nobody_has_looked_at_this_release(
         ("H2D_PATCH", "nonsense", "unknown fix 'nonsense'"),
         ("H2D_PATCH_PINNED_MB", "lots", "H2D_PATCH_PINNED_MB='lots'"),
         ("H2D_PATCH_MANIFEST", "/nowhere.toml", "/nowhere.toml"),
+        ("H2D_PATCH_SERVER", "a/b", "H2D_PATCH_SERVER='a/b'"),
     ],
 )
 def test_a_bad_setting_leaves_the_server_running_unpatched_and_is_said(

@@ -113,6 +113,7 @@ def test_every_command_and_variable_is_described() -> None:
         "H2D_PATCH_PINNED_MB",
         "H2D_PATCH_PROFILE",
         "H2D_PATCH_RUN_DIR",
+        "H2D_PATCH_SERVER",
         "H2D_PATCH_MANIFEST",
         "H2D_PATCH_STRICT",
         "VLLM_PLUGINS",

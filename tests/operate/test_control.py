@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,35 @@ def test_where_nothing_can_be_written_that_is_said_and_the_file_stays(directory:
     assert {found.name for found in directory.iterdir()} == {path.name, "control.lock"}
     with pytest.raises(ConfigurationError, match="No such file or directory; expected a run directory"):
         update(directory / "gone", NAME, off("a"))
+
+
+def _read_and_write(directory: Path, told: Any) -> None:
+    if os.getuid() == 0:  # whom no mode keeps from writing
+        os.chown(directory, 12345, -1)
+        os.chown(path_of(directory, NAME), 12345, -1)
+        os.setuid(12345)
+    found = read(directory, NAME)
+    try:
+        update(directory, NAME, off("b"))
+    except ConfigurationError as error:
+        told.send((found, str(error)))
+
+
+def test_a_read_only_run_directory_is_read_and_the_writer_is_told() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        path = written(directory)
+        (directory / "control.lock").unlink()
+        directory.chmod(0o500)
+        here, there = multiprocessing.Pipe()
+        writer = multiprocessing.get_context("fork").Process(target=_read_and_write, args=(directory, there))
+        writer.start()
+        writer.join()
+        assert here.poll(), writer.exitcode
+        found, error = here.recv()
+        directory.chmod(0o700)
+    assert found.wanted("kv-swap", None) is False
+    assert error == f"{path}: Permission denied; expected a run directory that can be written"
 
 
 def test_a_lock_that_another_holds_is_waited_for_and_then_named(
