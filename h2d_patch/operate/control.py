@@ -25,6 +25,7 @@ from .slices import Slices
 SCHEMA = 1
 MOST_BYTES = 1 << 20
 LOCK_PATIENCE_S = 5.0
+SETTLED_NS = 1_000_000_000
 _LOCK = "control.lock"
 _EXPECTED = "expected a control file, written by h2d-patch"
 
@@ -109,15 +110,20 @@ def update(directory: Path, server: str, change: Callable[[Control], Control]) -
     return replaced
 
 
-def signature(directory: Path, server: str) -> tuple[int, ...] | None:
-    """Changes whenever the file, its owner or mode, or those of its directory do; None where there is no file."""
+def signature(directory: Path, server: str) -> tuple[int, ...]:
+    """Changes when the file, its owner or mode, or those of its directory do; empty where there is no file."""
     try:
         held = os.lstat(directory)
         file = os.lstat(path_of(directory, server))
     except OSError:
-        return None
+        return ()
     whose = (held.st_ino, held.st_mode, held.st_uid)
-    return (*whose, file.st_ino, file.st_mtime_ns, file.st_ctime_ns, file.st_size, file.st_mode, file.st_uid)
+    return (*whose, file.st_ino, file.st_size, file.st_mode, file.st_uid, file.st_mtime_ns, file.st_ctime_ns)
+
+
+def is_settled(found: tuple[int, ...]) -> bool:
+    """Whether a change from now on would show in that signature: times of files go in steps, of 4 ms and more."""
+    return not found or abs(time.time_ns() - found[-1]) > SETTLED_NS
 
 
 def remove_left_behind(directory: Path, server: str) -> None:
@@ -125,7 +131,7 @@ def remove_left_behind(directory: Path, server: str) -> None:
 
     Called by a process as it starts; under a live server of that name the file stays.
     """
-    if signature(directory, server) is None:
+    if not signature(directory, server):
         return
     with contextlib.suppress(ConfigurationError, OSError):
         for state in read_states(directory, []):

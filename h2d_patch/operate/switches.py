@@ -36,14 +36,14 @@ class Switches:
         self._seen: tuple[int, ...] | None = None
 
     def poll(self, rank: int | None) -> bool:
-        """Whether anything has changed. A process that does not read its state file costs two `lstat` calls."""
+        """Takes what the file says; whether anything has changed. Costs two `lstat` calls where the file has not."""
         seen = control.signature(self._directory, self._server)
-        if seen is None or seen == self._seen:
+        if seen == self._seen:
             return False
         with self._lock:
-            self._seen = seen
+            self._seen = seen if control.is_settled(seen) else None
             try:
-                self.control = control.read(self._directory, self._server)
+                self.control = control.read(self._directory, self._server) or self.control
             except ConfigurationError as error:
                 if str(error) == self.problem:
                     return False

@@ -180,6 +180,15 @@ def test_forked_processes_and_both_workers_of_tensor_parallelism(live: Live, ref
         assert eventually(lambda: [set(RAN) <= ran(p) for p in workers(server)] == [True, True])
         assert [p["rank"] for p in workers(server)] == [0, 1]
         assert len({p["pid"] for p in status(server)["processes"]}) == len(status(server)["processes"])
+        assert len({p["server"] for p in status(server)["processes"]}) == 1
+        for rank, on in (("1", [True, False]), ("0", [False, False])):
+            done = server.h2d_patch("switch", "vision-rope", "off", "--rank", rank)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert [p["switches"]["vision-rope"] for p in workers(server)] == on
+            assert answers(server) == reference
+        assert [p["switches"]["vision-rope"] for p in status(server)["processes"] if p["role"] != "worker"] == [
+            True
+        ] * 2
 
 
 def test_a_worker_inside_the_engine_core_is_shown_as_the_worker(live: Live, reference: Answers) -> None:

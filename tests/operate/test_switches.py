@@ -8,12 +8,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from model_server import ROOT, Running, Server
 
+from h2d_patch.operate import control
 from h2d_patch.operate.control import path_of, update
+from h2d_patch.operate.switches import Switches
+from h2d_patch.patching.switch import Switch
 
 START = """
 from h2d_patch.plugin import register
@@ -346,3 +350,47 @@ def test_of_two_versions_that_are_installed_one_runs_and_both_leave_the_other_s_
         assert shown.returncode == 2 and "state-x-1.json: schema: found 1; expected 2" in shown.stderr
         assert str(running.pid) in shown.stdout
     assert (server.path / "run/state-x-1.json").exists() and (server.path / "run/control-old.json").exists()
+
+
+def test_what_an_operator_s_commands_import_is_neither_torch_nor_vllm(server: Server) -> None:
+    server.prelude = "import importlib, pkgutil, sys\nimport h2d_patch.operate as package\n"
+    script = """
+    names = [found.name for found in pkgutil.iter_modules(package.__path__)]
+    for name in names:
+        importlib.import_module(f"{package.__name__}.{name}")
+    print(len(names), *{"torch", "vllm", "numpy", "matplotlib"} & sys.modules.keys())
+    """
+    number, *heavy = server.run(script).stdout.split()
+    assert int(number) >= 3 and heavy == []
+
+
+def test_a_change_right_after_a_look_is_seen_at_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = control.signature
+
+    def coarse(directory: Path, server: str) -> tuple[int, ...]:  # up to Linux 6.12; the steps are 1 to 10 ms
+        *others, modified, changed = exact(directory, server)
+        return *others, modified // 10**8 * 10**8, changed // 10**8 * 10**8
+
+    tmp_path.chmod(0o700)
+    switches = {"a": Switch()}
+    told = Switches(tmp_path, "name", switches)
+    monkeypatch.setattr(control, "signature", coarse)
+    for _ in range(20):
+        update(tmp_path, "name", lambda control: control.turned(["a"], False))
+        path = path_of(tmp_path, "name")
+        text = path.read_text()
+        told.poll(None)
+        assert not switches["a"].on
+        path.write_text(text.replace("false", "true "))
+        told.poll(None)
+        assert switches["a"].on
+
+
+def test_a_refused_file_that_is_removed_is_no_longer_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    told = Switches(tmp_path, "name", {"a": Switch()})
+    path_of(tmp_path, "name").write_text("{")
+    assert told.poll(None) and told.problem
+    path_of(tmp_path, "name").unlink()
+    assert told.poll(None) and told.problem is None
+    assert not told.poll(None)
