@@ -53,7 +53,9 @@ def test_the_device_profile_is_shown_beside_what_went_wrong(tmp_path: Path) -> N
     from h2d_patch.report.status import as_json, as_text
 
     device = {"name": "cuda:0", "profile": "calibrated in 1.4 s", "notes": ["profile p.json: damaged"]}
-    state = ProcessState(tmp_path, {"pid": 7, "role": "worker", "targets": [], "device": device}, alive=True)
+    state = ProcessState(
+        tmp_path, {"pid": 7, "role": "worker", "server": "s", "targets": [], "device": device}, alive=True
+    )
     text = as_text([state], tmp_path, [], everything=False)
     assert "device profile: calibrated in 1.4 s" in text and "profile p.json: damaged" in text
     assert as_json([state], [])["processes"][0]["device"] == device
