@@ -153,7 +153,7 @@ class Bench:
         if measurer is not None:
             if measurer.poll() is not None:
                 sys.exit((self._folder / "ab.log").read_text()[-2000:])
-            measurer.send_signal(signal.SIGINT)
+            measurer.terminate()
             measurer.wait(30)
             time.sleep(1)
         return window
