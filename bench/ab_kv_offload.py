@@ -3,9 +3,10 @@
     python bench/ab_kv_offload.py --json bench/results/ab_kv_offload.json
 
 One API server of vLLM's with the plugin serves everything; the load (prefix_load.py) asks for prompts whose blocks lie
-in the CPU's cache and not in the GPU's, so that every request loads them, as in serve_kv_offload.py. First the A/B,
-with its own load and the server's metrics. Then the fix is switched off and on with `h2d-patch switch` for some seconds
-each, and the answers are counted where they arrive, on the client: the gain that the A/B's interval should hold.
+in the CPU's cache and not in the GPU's, so that every request loads them, as in serve_kv_offload.py, whose model it is.
+First the A/B, with its own load and the server's metrics. Then the fix is switched off and on with `h2d-patch switch`
+for some seconds each, and the answers are counted where they arrive, on the client: the gain that the A/B's interval
+should hold.
 
 Takes 90 s and the server's start. With --rehearse: a small model without offloading, both arms the original; numbers
 mean nothing.
@@ -77,21 +78,22 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--slices", type=int, default=12)
-    parser.add_argument("--slice", type=float, default=4.0, help="seconds")
-    parser.add_argument("--settle", type=float, default=1.2, help="seconds")
+    parser.add_argument("--slices", type=int, default=10)
+    parser.add_argument("--slice", type=float, default=5.0, help="seconds")
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds; a request takes 1.5 with the fix off")
     parser.add_argument("--windows", type=int, default=6, help="of the fix switched by hand, half of them on")
-    parser.add_argument("--window", type=float, default=2.5, help="seconds that count, behind --settle")
-    parser.add_argument("--kv-heads", type=int, default=2, help="2, 4 or 8: blocks of 8, 16 or 32 KiB")
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--window", type=float, default=3.0, help="seconds that count, behind --settle")
+    parser.add_argument("--kv-heads", type=int, default=2, help="1 to 16: so many times 4 KiB for each K or V block")
+    parser.add_argument("--layers", type=int, default=80, help="80: the KV cache of a 70B model on one GPU of several")
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--gpu-prompts", type=int, default=14, help="prompts whose KV blocks the GPU cache holds")
+    parser.add_argument("--gpu-prompts", type=int, default=10, help="prompts whose KV blocks the GPU cache holds")
     parser.add_argument("--start-limit", type=float, default=120.0, help="seconds for the server to start")
     parser.add_argument("--server", action="append", default=[], metavar="ARGUMENT", help="one more of the server's")
     parser.add_argument("--rehearse", action="store_true", help="small, without a GPU")
     options = parser.parse_args()
     if options.rehearse:
-        options.prompts, options.tokens, options.gpu_prompts = 3, 64, 8
+        options.prompts, options.tokens, options.layers = 3, 64, 2
     return options
 
 
@@ -190,17 +192,18 @@ class Bench:
 
     def _command(self) -> list[str]:
         options = self._options
-        model = text_model.write(kv_heads=options.kv_heads, layers=2 if options.rehearse else 28)
+        model = text_model.write(layers=options.layers, kv_heads=options.kv_heads)
         text_model.write_tokenizer(model)
-        block_bytes = 16 * options.kv_heads * 128 * 2
+        bytes_a_token = options.layers * 2 * options.kv_heads * 128 * 2
+        gib = -(-3 * bytes_a_token * options.tokens * options.prompts // (2 << 30))  # room for half as many again
         graphs = {
             "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+            "cudagraph_mode": "FULL",  # also of the last tokens of a prompt whose blocks are there
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512],
         }
         offloaded = [
             *("--num-gpu-blocks-override", str(options.gpu_prompts * (options.tokens // 16 + 2))),
-            *("--kv-offloading-size", str(block_bytes >> 10), "--kv-offloading-backend", "native"),
+            *("--kv-offloading-size", str(gib), "--kv-offloading-backend", "native"),
             *("--compilation-config", json.dumps(graphs)),
         ]
         return [
