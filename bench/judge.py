@@ -224,6 +224,36 @@ def _cost(*names: str) -> Callable[[dict[str, Any]], Found]:
     return judge
 
 
+# --- ab_live.json, ab_kv_offload.json ---
+
+
+def ab_cost(result: dict[str, Any]) -> Found:
+    more = float(result["idle"]["more_cpu_s_per_s"])
+    found = result["loaded"]["with_against_without"]["requests_per_s"]
+    low, high = found["interval_95"]
+    loaded = f"requests/s {found['median']} × ({len(found['ratios'])} pairs, 95 % in {low} to {high})"
+    length = result["settings"]["idle_slice"]
+    value = f"{more:.2%} of one processor's time with slices of {length:g} s; under load {loaded}"
+    return Found(value, more <= 0.01 and high >= 0.99)
+
+
+def ab_same(result: dict[str, Any]) -> Found:
+    same = result["same"]
+    if not same["slices"]["same"] or len(same["measured"]) < 20 or len(same["on_against_off"]) < 5:
+        raise Unknown("not 20 slices of both arms the original, or not every measure")
+    found = {name: ratio for name, ratio in same["on_against_off"].items() if ratio is not None}
+    seen = [name for name, ratio in found.items() if ratio["differs"]]
+    rate = found["requests_per_s"]
+    value = f"requests/s {rate['ratio']:.3f} × ({rate['low']:.3f} to {rate['high']:.3f}, {rate['pairs']} pairs)"
+    return Found(_worst(f"a difference in {len(seen)} of {len(found)} measures; {value}", seen), not seen)
+
+
+def ab_gain(result: dict[str, Any]) -> Found:
+    found, by_hand = result["ab"]["on_against_off"]["requests_per_s"], result["switched"]["on_against_off"]["median"]
+    value = f"requests/s {found['ratio']:.2f} × ({found['low']:.2f} to {found['high']:.2f}), by hand {by_hand:.2f} ×"
+    return Found(value, found["low"] <= by_hand <= found["high"] and found["low"] > 1)
+
+
 # --- switch_time.json ---
 
 
@@ -464,8 +494,19 @@ OPERATE_TARGETS = [
             _cost("counting: expression", "counting: statements"),
         ),
         ("a switch, until every process of a server has taken it", "at most 2 s", "switch_time.json", switch_time),
+        ("an A/B's overhead on throughput", "within 1 %", "ab_live.json", ab_cost),
+        ("an A/B of 20 slices, both arms the original", "no difference in any measure", "ab_live.json", ab_same),
     )
 ]
+OPERATE_TARGETS.append(
+    Target(
+        "an A/B of kv-swap, vLLM 0.22.1, KV offload, only loading",
+        "the gain by hand in its interval",
+        "ab_kv_offload.json",
+        ab_gain,
+        OPERATE,
+    )
+)
 
 TARGETS = (
     Target("any fixed call, 20 ms queued", "at most 2 × idle + 50 µs, at every size", "copies.json", never_waits),

@@ -65,8 +65,40 @@ def _good() -> dict[str, Any]:
         "copies.json": {**ABOUT, "rows": rows, "in_a_row": in_a_row, "other_stream_busy": other},
         "soak.json": {**ABOUT, "runs": [run, copy.deepcopy(run)]},
         "multimodal.json": {**ABOUT, "loads": {"one size": load, "several": copy.deepcopy(load)}},
+        "ab_live.json": _good_ab(),
+        "ab_kv_offload.json": _good_gain(),
         "switch_time.json": {"machine": {"gpu": None}, "complete": True, "switches": 40, "processes": _good_switches()},
         "counting.json": {"machine": {"gpu": None}, "complete": True, "cost_ns": dict.fromkeys(COSTS, 1000)},
+    }
+
+
+def _good_ab() -> dict[str, Any]:
+    ratio = {"ratio": 1.0, "low": 0.97, "high": 1.03, "pairs": 10, "differs": False}
+    measures = ("requests_per_s", "tokens_per_s", "ttft_s", "itl_s", "host_time_s")
+    return {
+        "machine": {"gpu": None},
+        "complete": True,
+        "settings": {"idle_slice": 10.0},
+        "idle": {"more_cpu_s_per_s": 0.01},
+        "loaded": {
+            "with_against_without": {
+                "requests_per_s": {"median": 0.995, "interval_95": [0.98, 0.99], "ratios": [0.99, 1.0]}
+            }
+        },
+        "same": {
+            "slices": {"same": True},
+            "measured": [{"number": number} for number in range(20)],
+            "on_against_off": {name: dict(ratio) for name in measures},
+        },
+    }
+
+
+def _good_gain() -> dict[str, Any]:
+    ratio = {"ratio": 8.5, "low": 8.0, "high": 9.0, "pairs": 5, "differs": True}
+    return {
+        **ABOUT,
+        "ab": {"on_against_off": {"requests_per_s": ratio}},
+        "switched": {"on_against_off": {"median": 9.0}},
     }
 
 
@@ -183,6 +215,9 @@ HOST_TIME = "descriptors and host time, n = 4096"
 ROW = "copies.json/in_a_row/rounds/ours/1"
 SERVED = "multimodal.json/loads/several"
 MROPE = "M-RoPE, n ≤ 2048, idle, snapshot kept"
+AB_COST = "an A/B's overhead on throughput"
+AB_SAME = "an A/B of 20 slices, both arms the original"
+AB_GAIN = "an A/B of kv-swap, vLLM 0.22.1, KV offload, only loading"
 SWITCH = "a switch, until every process of a server has taken it"
 SNAPSHOT = "snapshot kept, all cases and queue depths"
 
@@ -207,6 +242,15 @@ SNAPSHOT = "snapshot kept, all cases and queue depths"
             ["calls, bytes, path and host time counted, a call"],
             "counting: expression",
         ),
+        (_set("ab_live.json/idle/more_cpu_s_per_s", 0.0101), [AB_COST], "1.01% of one processor's time"),
+        (
+            _set("ab_live.json/loaded/with_against_without/requests_per_s/interval_95", [0.95, 0.98]),
+            [AB_COST],
+            "0.95 to 0.98",
+        ),
+        (_set("ab_live.json/same/on_against_off/ttft_s/differs", True), [AB_SAME], "ttft_s"),
+        (_set("ab_kv_offload.json/switched/on_against_off/median", 9.01), [AB_GAIN], "by hand 9.01"),
+        (_set("ab_kv_offload.json/ab/on_against_off/requests_per_s/low", 0.99), [AB_GAIN], "0.99 to 9.00"),
         (_set("switch_time.json/processes/engine-core/from_command/max_s", 2.01), [SWITCH], "2.01 s from the start"),
         (_set("copies.json/rows/7/queued/2/ours/snapshot_kept", False), [MROPE, SNAPSHOT], "lost"),
         (_median(f"mrope {24 * 8192}", 0, 51), ["M-RoPE, n = 8192, idle"], "mrope"),
@@ -298,6 +342,8 @@ def test_a_target_just_missed_is_not_met_and_the_case_is_named(
         (_set("kv_offload_0.26.0.json/kv_block_bytes", [16384]), "with blocks of [16384] bytes"),
         (lambda r: r["kv_offload.json"].pop("complete"), "not measured in this form"),
         (lambda r: r["switch_time.json"]["processes"].pop("worker"), "not measured: worker"),
+        (lambda r: r["ab_live.json"]["same"]["measured"].pop(), "not 20 slices"),
+        (_set("ab_live.json/same/slices/same", False), "not 20 slices of both arms the original"),
     ],
 )
 def test_what_a_result_does_not_show_is_not_met_and_has_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
