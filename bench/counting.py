@@ -69,7 +69,7 @@ def replaced(x):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--rounds", type=int, default=1001)
+    parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument(
         "--calls", type=int, default=200, help="of each round: few, so that most rounds are not interrupted"
     )
@@ -88,8 +88,15 @@ def main() -> None:
     }
     costs = {name: round(value, 1) for name, value in costs.items()}
     print(ns, costs, sep="\n")
-    record.write(options.json, {"what": "ns a call", "settings": {"rounds": options.rounds, "calls": options.calls},
-                                "median_ns": ns, "cost_ns": costs, "complete": True})  # fmt: skip
+    result = {
+        "what": "ns a call",
+        "settings": {"rounds": options.rounds, "calls": options.calls},
+        "cost_ns": costs,
+        "median_ns": ns,
+        "ns": {name: [round(value, 1) for value in values] for name, values in found.items()},
+        "complete": True,
+    }
+    record.write(options.json, result)
 
 
 @contextmanager

@@ -129,6 +129,9 @@ _TARGET = {
 }  # fmt: skip
 
 
+_AB = {"fix", "slice_s", "start", "on", "ended", "left_out", "arms", "slices"}
+
+
 def _check(path: Path, content: Any) -> None:
     """Raises ConfigurationError for what is no state of this version, naming the key."""
     found = content.get("schema") if isinstance(content, dict) else type(content).__name__
@@ -138,6 +141,8 @@ def _check(path: Path, content: Any) -> None:
     wrong = [key for key, kind in kinds.items() if type(content.get(key)) is not kind]
     if type(content.get("device", {})) is not dict:
         wrong.append("device")
+    if (ab := content.get("ab")) is not None and (type(ab) is not dict or not ab.keys() >= _AB):
+        wrong.append("ab")
     for target in content["targets"] if not wrong else []:
         if not isinstance(target, dict) or any(type(target.get(key)) is not kind for key, kind in _TARGET.items()):
             wrong.append("targets")

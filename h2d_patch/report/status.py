@@ -121,12 +121,25 @@ def _process(state: ProcessState, everything: bool) -> str:
     notes = [f"  device profile: {device['profile']}"] if device.get("profile") else []
     notes += [f"  {note}" for note in device.get("notes", [])]
     notes += [f"  the switches stay as they are: {content['control']}"] if content.get("control") else []
+    notes += [f"  {_ab(content['ab'])}"] if content.get("ab") else []
     if not everything and (hidden := Counter(filter(None, map(_left_out_of_table, content.get("targets", []))))):
         notes.append(f"  and {', '.join(f'{number} {why}' for why, number in hidden.items())} (--all shows them)")
     if not rows:
         return "\n".join([title, *notes])
     header = ["fix", "function", "verdict", "calls", "fallbacks", "self-test ms", "reason"]
     return "\n".join([title, table(header, rows), *notes])
+
+
+def _ab(ab: Mapping[str, Any]) -> str:
+    """What a process says of its A/B: the slices that count, and what a call took in each arm."""
+    words = []
+    for arm in ("off", "on"):
+        found = ab["arms"][arm]
+        mean = f", {found['seconds'] / found['count'] * 1e6:.1f} µs each" if found["count"] else ""
+        words.append(f"{arm} {found['count']} calls{mean}")
+    left_out = [f"{number} left out: {why}" for why, number in ab["left_out"].items()]
+    now = f"over: {ab['ended']}" if ab["ended"] else "not begun" if ab["on"] is None else "on" if ab["on"] else "off"
+    return f"A/B of {ab['fix']}, slices of {ab['slice_s']:g} s, now {now}; {'; '.join([*words, *left_out])}"
 
 
 def _left_out_of_table(target: Mapping[str, Any]) -> str | None:

@@ -48,6 +48,18 @@ def test_other_processes_are_left_alone(tmp_path: Path, arguments: list[str]) ->
     assert why_nothing({}, tmp_path) == []
 
 
+def test_an_a_b_is_shown_with_what_a_call_took_in_each_arm(tmp_path: Path) -> None:
+    from h2d_patch.report.state import ProcessState
+    from h2d_patch.report.status import as_text
+
+    arms = {"off": {"count": 10, "seconds": 1e-3}, "on": {"count": 0, "seconds": 0.0}}
+    ab = {"fix": "kv-swap", "slice_s": 30.0, "on": False, "ended": None, "left_out": {"late": 2}, "arms": arms}
+    content = {"pid": 7, "role": "worker", "server": "web", "targets": [], "ab": ab}
+    text = as_text([ProcessState(tmp_path, content, alive=True)], tmp_path, [], everything=False)
+    said = "slices of 30 s, now off; off 10 calls, 100.0 µs each; on 0 calls; 2 left out: late"
+    assert f"A/B of kv-swap, {said}" in text
+
+
 def test_the_device_profile_is_shown_beside_what_went_wrong(tmp_path: Path) -> None:
     from h2d_patch.report.state import ProcessState
     from h2d_patch.report.status import as_json, as_text
