@@ -13,6 +13,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from . import owned
 from .patching.pattern import Pattern, PatternError, normal_form, parse_inside, parse_put
 from .patching.recognise import Replace, Target
 from .patching.rewrite import Rewrite
@@ -20,6 +21,7 @@ from .selftest.stand_ins import GivenError, parse
 from .settings import ConfigurationError
 
 SCHEMA = 1
+_MOST_BYTES = 4 << 20
 # Copy functions that call their first argument.
 CALLS_ITS_FIRST = frozenset({"call_pinned", "swap_blocks", "swap_tensors", "swap_addresses"})
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
@@ -76,7 +78,9 @@ def load(user_file: Path | None = None) -> Manifest:
     fixes = _read(name, text, exports, {})
     if user_file is not None:
         try:
-            text = user_file.read_text(encoding="utf-8")
+            text = owned.read(user_file, _MOST_BYTES, root=True, follow=True).decode("utf-8")
+        except owned.NotOurs as refusal:
+            raise ManifestError(f"{user_file}: {refusal} (H2D_PATCH_MANIFEST: what it says is run)") from None
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ManifestError(f"{user_file}: {reason}; expected a readable TOML file (H2D_PATCH_MANIFEST)") from None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .operate.slices import SETTLE_SHARE, Slices
+from .owned import others_may_write
 
 DEFAULT_PINNED_MB = 256
 _DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(ms|s|m)")
@@ -190,14 +191,8 @@ def checked_run_dir(path: Path, create: bool = False) -> Path:
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a directory"
         raise ConfigurationError(f"run directory {path} is {kind}; expected a directory of this user's")
-    if status.st_uid != os.getuid():
-        raise ConfigurationError(
-            f"run directory {path} belongs to user id {status.st_uid}; expected {os.getuid()}, the user who runs this"
-        )
-    if status.st_mode & 0o022:
-        raise ConfigurationError(
-            f"run directory {path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); expected 0700"
-        )
+    if why := others_may_write(status):
+        raise ConfigurationError(f"run directory {path} {why}")
     return path
 
 

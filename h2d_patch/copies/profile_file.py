@@ -8,13 +8,13 @@ import json
 import math
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from h2d_patch import owned
 from h2d_patch.copies.profile import BULK, DRIVER, TRITON, Choice, Profile, default
 
 SCHEMA: Final = 1
@@ -197,7 +197,7 @@ def file_name(gpu: str) -> str:
 def save(path: Path, measured: Measured) -> None:
     """Written whole or not at all. Raises OSError."""
     path = followed(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -207,6 +207,13 @@ def save(path: Path, measured: Measured) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _make(directory: Path) -> None:
+    """With its parents, none of which the group can write whatever the umask: from there, no profile would be read."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(mode=0o755, exist_ok=True)
 
 
 def followed(path: Path) -> Path:
@@ -228,11 +235,16 @@ def as_text(measured: Measured) -> str:
 
 
 def load(path: Path) -> Measured:
-    """Raises Unusable, and FileNotFoundError."""
+    """Read while a server starts, so from a regular file that nobody else can write.
+
+    Raises Unusable, and FileNotFoundError.
+    """
     try:
-        text = _text(path)
+        text = owned.read(path, _MOST_BYTES, root=True, follow=True).decode("utf-8")
     except FileNotFoundError:
         raise
+    except owned.NotOurs as refusal:
+        raise Unusable(f"profile {path} {refusal}") from None
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
         raise Unusable(f"profile {path}: {words}; expected a file of h2d-patch calibrate") from None
@@ -244,17 +256,6 @@ def load(path: Path) -> Measured:
     if type(found) is not int or found != SCHEMA:
         raise Unusable(f"profile {path}: schema: expected {SCHEMA}, found {found!r}")
     return Measured(_key(path, content.get("key")), _cells(path, content.get("cells")), _dict(content.get("about")))
-
-
-def _text(path: Path) -> str:
-    """Read while a server starts, so not from a pipe, which may never end. Raises OSError, ValueError."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("not a regular file")
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"larger than {_MOST_BYTES} bytes")
-    return content.decode("utf-8")
 
 
 def _no_number(text: str) -> float:
