@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(ours)
     options.command = command
     try:
-        if options.run is _switch:  # whoever turns something off is not kept from it by what is wrong elsewhere
-            return int(_switch(options))
+        # Whoever turns something off, or asks what is wrong, is not kept from it by what is wrong elsewhere.
+        if options.run in (_switch, _doctor):
+            return int(options.run(options))
         # Whatever the other command, a bad setting or manifest is said: the server that reads them would do without us.
         settings = Settings.from_environ()
         manifest = load(settings.manifest)
@@ -198,6 +199,18 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         write(path, content, about)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; expected a file to write") from None
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .operate import doctor
+
+    seen = doctor.examine()
+    result = doctor.exit_status(seen.findings)
+    if options.json:
+        _print_json(doctor.as_json(seen, os.environ, result))
+    else:
+        print(doctor.as_text(seen.findings))
+    return result
 
 
 def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
@@ -481,6 +494,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--same", action="store_true", help="both arms the original: what the measurement itself sees")
     added.add_argument("--json", type=_file, metavar="FILE", help="write every slice")
     added.add_argument("--plot", type=_file, metavar="FILE", help="draw the slices; needs matplotlib")
+    command("doctor", _doctor, "why it is not working: installation, variables, verdicts, driver, memory, profile")
     added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")
     text = "measure how blocks are best copied between CPU and GPU here, and store that for kv-swap"

@@ -17,6 +17,17 @@ DEFAULT_PINNED_MB = 256
 _DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(ms|s|m)")
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _SERVER = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# Every variable of ours that anything reads.
+VARIABLES = (
+    "H2D_PATCH",
+    "H2D_PATCH_MANIFEST",
+    "H2D_PATCH_STRICT",
+    "H2D_PATCH_RUN_DIR",
+    "H2D_PATCH_SERVER",
+    "H2D_PATCH_PINNED_MB",
+    "H2D_PATCH_PROFILE",
+    "H2D_PATCH_COMMIT",
+)
 _SWITCH_WORDS = {"": False, "0": False, "1": True}
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 SOURCE: Final = Path(__file__).with_name("native.c")
-_COMPILERS: Final = ("cc", "gcc", "clang")  # after $CC
+COMPILERS: Final = ("cc", "gcc", "clang")  # after $CC
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _MODULE: Final = "h2d_patch_native"
 _FLAGS: Final = ("-x", "c", "-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
@@ -132,7 +132,7 @@ def usable_cpus() -> int:
 
 def _compiled() -> tuple[ctypes.CDLL, types.ModuleType | None]:
     """The library, and the same as a module where Python's headers are there."""
-    commands = [shlex.split(os.environ.get("CC", ""))] + [[path] for path in map(shutil.which, _COMPILERS) if path]
+    commands = [shlex.split(os.environ.get("CC", ""))] + [[path] for path in map(shutil.which, COMPILERS) if path]
     commands = [command for command in commands if command]
     if not commands:
         raise RuntimeError("no C compiler ($CC, cc, gcc or clang)")

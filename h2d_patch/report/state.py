@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import owned
 from ..settings import ConfigurationError, checked_run_dir
 
 SCHEMA = 2
@@ -21,6 +22,7 @@ POLL_EVERY_S = 0.5
 WRITE_EVERY_S = 1.0
 _PREFIX = "state-"
 _LEFT_BEHIND_S = 60.0
+_MOST_BYTES = 16 << 20
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
 
@@ -96,7 +98,7 @@ def read_states(directory: Path, refused: list[str] | None = None) -> Iterator[P
     """
     try:
         checked_run_dir(directory)
-        paths = list(directory.glob(f"{_PREFIX}*.json"))
+        paths = sorted(directory.glob(f"{_PREFIX}*.json"))
     except FileNotFoundError:
         return
     states = []
@@ -114,9 +116,11 @@ def read_states(directory: Path, refused: list[str] | None = None) -> Iterator[P
 
 def _read(path: Path) -> ProcessState:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(owned.read(path, _MOST_BYTES))
     except FileNotFoundError:
         raise
+    except owned.NotOurs as refusal:
+        raise ConfigurationError(f"{path} {refusal}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}; expected a state file, written by h2d_patch") from None
     _check(path, content)

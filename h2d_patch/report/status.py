@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +59,42 @@ def short(function: str) -> str:
 
 def why_nothing(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[str]:
     """Reasons why no fix is in, from this environment and from those of this user's running vLLM processes."""
-    reasons = [f"In this environment, {reason}." for reason in _left_out(environ, expects=False)]
+    reasons = [f"In this environment, {reason}." for reason in left_out(environ, expects=False)]
+    for pid, name, env in serving(proc):
+        reasons += [f"Process {pid} ({name}): {reason}." for reason in left_out(env, expects=True)]
+    return reasons
+
+
+def serving(proc: Path = Path("/proc")) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """The pid of each of this user's processes that was started as a vLLM server, what it runs, and its environment."""
     for directory in proc.glob("[0-9]*"):
         try:
             arguments = (directory / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-            if not _serves(arguments) or int(directory.name) == os.getpid():
+            name = _serves(arguments)
+            if name is None or int(directory.name) == os.getpid():
                 continue
             pairs = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        env = dict(pair.partition("=")[::2] for pair in pairs)
-        name = " ".join(arguments[-2:] if arguments[0].startswith("VLLM::") else arguments[:4])
-        reasons += [f"Process {directory.name} ({name}): {reason}." for reason in _left_out(env, expects=True)]
-    return reasons
+        yield int(directory.name), name, dict(pair.partition("=")[::2] for pair in pairs)
 
 
-def _serves(arguments: Sequence[str]) -> bool:
-    """Whether a command line starts a vLLM server: `vllm serve …`, or a module of vLLM's run as a program."""
+def _serves(arguments: Sequence[str]) -> str | None:
+    """What a command line starts of vLLM, `vllm serve` or a module of it run as a program; None: something else.
+
+    None of its arguments: a key may be among them.
+    """
     names = [os.path.basename(argument) for argument in arguments[:3]]
     if "vllm" in names[:2] and "serve" in arguments[1:3]:
-        return True
-    return any(
-        flag == "-m" and module.startswith("vllm.") and module != "vllm.model_executor.models.registry"
-        for flag, module in itertools.pairwise(arguments)
-    )
+        return "vllm serve"
+    for flag, module in itertools.pairwise(arguments):
+        if flag == "-m" and module.startswith("vllm.") and module != "vllm.model_executor.models.registry":
+            return f"python -m {module}"
+    return None
 
 
-def _left_out(environ: Mapping[str, str], expects: bool) -> list[str]:
+def left_out(environ: Mapping[str, str], expects: bool) -> list[str]:
+    """Why nothing is patched in a process with this environment; `expects`: although it is a server of vLLM's."""
     plugins = environ.get("VLLM_PLUGINS")
     if plugins is not None and ENTRY_POINT not in plugins.split(","):
         return [f"VLLM_PLUGINS={plugins!r} leaves {ENTRY_POINT} out; add it, or unset the variable"]

@@ -159,7 +159,7 @@ def library(request, monkeypatch):
     from h2d_patch.copies import native
 
     if request.param not in _libraries:
-        if not any(map(shutil.which, native._COMPILERS)):
+        if not any(map(shutil.which, native.COMPILERS)):
             pytest.skip("no C compiler")
         monkeypatch.setattr(native, "usable_cpus", lambda: 8)
         if request.param == "ctypes":

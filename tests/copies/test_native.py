@@ -297,7 +297,7 @@ def only(monkeypatch):
     """Makes $CC the only compiler there is."""
 
     def use(compiler: str) -> None:
-        monkeypatch.setattr(native, "_COMPILERS", ())
+        monkeypatch.setattr(native, "COMPILERS", ())
         monkeypatch.setenv("CC", compiler)
 
     return use

@@ -1,0 +1,233 @@
+"""What the running servers say of themselves, in their state files; a static check where nothing runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...report import status
+from ...report.check import Site, check
+from ...report.state import ProcessState, read_states
+from ...settings import ConfigurationError, checked_run_dir
+from .environment import Asked
+from .finding import OK, PROBLEM, WARNING, Finding
+
+_ENOUGH_BYTES = 8 << 20
+_MANY_CALLS = 100
+_MOST_REASONS = 3
+# By then a worker has loaded its plugins, however large the model.
+_STARTED_S = 180.0
+
+
+@dataclass
+class Running:
+    """The states of this user's processes; filled by `run_directory`."""
+
+    directory: Path = field(default_factory=Path)
+    states: list[ProcessState] = field(default_factory=list)
+
+    @property
+    def live(self) -> list[dict[str, Any]]:
+        return [state.content for state in self.states if state.alive]
+
+    @property
+    def is_patched(self) -> bool:
+        return any("error" not in content for content in self.live)
+
+    @property
+    def is_unpinned(self) -> bool:
+        return any(content.get("device", {}).get("staging_bytes") == 0 for content in self.live)
+
+    def pids(self) -> list[int]:
+        return [int(content["pid"]) for content in self.live]
+
+
+def run_directory(directory: Path, run: Running) -> Iterator[Finding]:
+    """Where processes write their state, and what is in the way of it."""
+    run.directory = directory
+    try:
+        checked_run_dir(directory)
+    except FileNotFoundError:
+        yield Finding(OK, "run directory", f"{directory} is not there; the first server that is patched makes it")
+        return
+    except ConfigurationError as error:
+        yield Finding(
+            PROBLEM, "run directory", str(error), "no process writes its state there; remove it or name another", True
+        )
+        return
+    damaged: list[str] = []
+    run.states = list(read_states(directory, damaged))
+    for text in damaged:
+        other = ": schema: " in text
+        do = (
+            "restart the servers after an upgrade"
+            if other
+            else "remove it; its process writes it again within a second"
+        )
+        yield Finding(PROBLEM, "run directory", text, do, bad_input=True)
+    room = os.statvfs(directory)
+    if room.f_flag & os.ST_RDONLY or not os.access(directory, os.W_OK):
+        yield Finding(
+            PROBLEM, "run directory", f"{directory} cannot be written", "name another (H2D_PATCH_RUN_DIR)", True
+        )
+    elif room.f_bavail * room.f_frsize < _ENOUGH_BYTES or (room.f_files and not room.f_favail):
+        yield Finding(
+            PROBLEM, "run directory", f"the file system of {directory} is full", "make room, or name another directory"
+        )
+    elif not damaged:
+        gone = sum(not state.alive for state in run.states)
+        more = f", {gone} of processes that are gone (h2d-patch status --clean removes them)" if gone else ""
+        yield Finding(OK, "run directory", f"{directory}: {len(run.live)} live processes{more}")
+
+
+def unpatched(reasons: Iterable[str]) -> Iterator[Finding]:
+    """Servers that run without us, by their environment."""
+    for reason in reasons:
+        found, _, do = reason.partition("; ")
+        yield Finding(PROBLEM, "servers", found, do.rstrip("."))
+
+
+def processes(run: Running, proc: Path = Path("/proc")) -> Iterator[Finding]:
+    """What keeps whole processes from being patched, or from being the ones that are meant."""
+    for content in run.live:
+        who = _name(content)
+        if error := content.get("error"):
+            yield Finding(PROBLEM, "processes", f"{who}: {error}", "correct it, and restart the server")
+        if (version := content.get("h2d_patch")) != __version__:
+            do = "two versions are installed, or one was upgraded while the server ran: restart it"
+            yield Finding(WARNING, "processes", f"{who} runs h2d_patch {version}, this is {__version__}", do)
+        if why := content.get("control"):
+            do = "the last good switches stay; h2d-patch switch writes the file anew"
+            yield Finding(PROBLEM, "processes", f"{who} refuses its control file: {why}", do, bad_input=True)
+        yield from _device(who, content)
+    known = set(run.pids())
+    for pid, name, env in status.serving(proc):
+        if pid not in known and not status.left_out(env, expects=True):
+            place = env.get("H2D_PATCH_RUN_DIR") or "its default"
+            yield Finding(
+                WARNING,
+                "servers",
+                f"process {pid} ({name}) has H2D_PATCH set, and no state in {run.directory} (its own "
+                f"H2D_PATCH_RUN_DIR: {place})",
+                "run doctor with the same H2D_PATCH_RUN_DIR, and with the Python of that server; its log says more",
+            )
+    yield from _without_workers(run)
+
+
+def fixes(run: Running, asked: Asked) -> Iterator[Finding]:
+    """The verdicts: of the live processes, or, where there are none, on the vLLM that is installed."""
+    if run.is_patched:
+        yield from _live_fixes(run)
+        return
+    try:
+        found = list(check(asked.manifest, Site(), asked.selected))
+    except ConfigurationError:
+        return  # said with the versions
+    by_fix = defaultdict(list)
+    for row in found:
+        if row.fix in asked.selected:
+            by_fix[row.fix].append(row)
+    for fix, rows in by_fix.items():
+        refused = [row for row in rows if row.verdict.value == "refused"]
+        for row in refused:
+            yield Finding(PROBLEM, "fixes", f"{fix} is refused in {status.short(row.function)}: {row.reason}", _REFUSED)
+        count = Counter(row.verdict.value for row in rows)
+        if not refused:
+            shown = ", ".join(f"{verdict} {number}" for verdict, number in count.items() if verdict != "absent")
+            yield Finding(
+                OK, "fixes", f"{fix}: {shown or 'this release needs none of it'} (nothing runs; by its sources)"
+            )
+
+
+_REFUSED = "the function stays as it is; H2D_PATCH=all,-FIX leaves the fix out"
+_FAILED = "the original runs; report it with h2d-patch doctor --json"
+
+
+def _live_fixes(run: Running) -> Iterator[Finding]:
+    by_fix: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    for content in run.live:
+        for target in content["targets"]:
+            if (target["verdict"], target["reason"]) != ("off", status.NOT_SELECTED):
+                by_fix[target["fix"]].append((_name(content), target))
+    for fix, targets in by_fix.items():
+        said: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for who, target in targets:
+            verdict, reason = target["verdict"], target["reason"]
+            if verdict in ("refused", "failed"):
+                where = status.short(target["function"])
+                said[verdict, f"{fix} {verdict} in {where}: {reason}"].append(who)
+            elif verdict == "off":
+                said[verdict, f"{fix} is off: {reason or 'no reason given'}"].append(who)
+        for (verdict, text), whose in said.items():
+            names = list(dict.fromkeys(whose))
+            whom = ", ".join(names[:_MOST_REASONS]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            level = WARNING if verdict == "off" else PROBLEM
+            do = {"off": f"h2d-patch switch {fix} on, where an operator has switched it off", "refused": _REFUSED}
+            yield Finding(level, "fixes", f"{text} ({whom})", do.get(verdict, _FAILED))
+        yield from _calls(fix, [target for _, target in targets], bool(said))
+
+
+def _calls(fix: str, targets: list[dict[str, Any]], said: bool) -> Iterator[Finding]:
+    active = [target for target in targets if target["verdict"] == "active"]
+    calls, fallbacks = (sum(target[key] for target in active) for key in ("calls", "fallbacks"))
+    reasons: Counter[str] = Counter()
+    for target in active:
+        reasons.update(target.get("fallback_reasons") or {})
+    if calls >= _MANY_CALLS and fallbacks * 2 > calls:
+        shown = "; ".join(f"{number} × {reason}" for reason, number in reasons.most_common(_MOST_REASONS))
+        yield Finding(
+            WARNING,
+            "fixes",
+            f"{fix}: {fallbacks} of {calls} calls were left to the original: {shown}",
+            "where staging is full or too small, raise H2D_PATCH_PINNED_MB; docs/operate.md has the other reasons",
+        )
+    elif active:
+        how_often = f"called {calls} times, {fallbacks} left to the original" if calls else "not called so far"
+        yield Finding(OK, "fixes", f"{fix}: active, {how_often}")
+    elif not said:
+        verdicts = Counter(target["verdict"] for target in targets)
+        reason = next((t["reason"] for t in targets if t["reason"].startswith(status.DOES_NOT_APPLY)), "")
+        shown = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
+        yield Finding(OK, "fixes", f"{fix}: not in ({reason or shown})")
+
+
+def _device(who: str, content: dict[str, Any]) -> Iterator[Finding]:
+    device = content.get("device", {})
+    if device.get("staging_bytes") == 0:
+        yield Finding(
+            PROBLEM,
+            "processes",
+            f"{who} has no staging region, so that every copy is left to the original",
+            "the notes say why; look at the memory limits, and at H2D_PATCH_PINNED_MB",
+        )
+    for note in device.get("notes", ()):
+        yield Finding(WARNING, "processes", f"{who}: {note}", "docs/operate.md says what it means")
+
+
+def _without_workers(run: Running) -> Iterator[Finding]:
+    by_server: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for content in run.live:
+        if "error" not in content:
+            by_server[str(content.get("server"))].append(content)
+    for server, contents in by_server.items():
+        roles = {content["role"] for content in contents}
+        age = time.time() - min(float(content.get("started", time.time())) for content in contents)
+        if "engine-core" in roles and "worker" not in roles and age > _STARTED_S:
+            yield Finding(
+                WARNING,
+                "processes",
+                f"no worker of the server {server} has written its state",
+                "workers on other hosts have a run directory of their own there; with Ray, h2d_patch must be installed "
+                "on every node",
+            )
+
+
+def _name(content: dict[str, Any]) -> str:
+    rank = f" {content['rank']}" if content.get("rank") is not None else ""
+    return f"{status.ROLES.get(content['role'], content['role'])}{rank}, process {content['pid']}"

@@ -1,0 +1,477 @@
+"""`doctor` says why it is not working, whatever is not working, and neither waits nor tells secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2d_patch import __version__, settings
+from h2d_patch.cli import main
+from h2d_patch.operate import doctor
+from h2d_patch.operate.doctor import environment, examination, installation, machine, profiles, servers
+from h2d_patch.operate.doctor.finding import OK, PROBLEM, WARNING, Finding
+from h2d_patch.report.state import SCHEMA, start_time
+from h2d_patch.report.status import why_nothing
+
+ROOT = Path(__file__).resolve().parents[2]
+POINT = "[vllm.general_plugins]\nh2d_patch = h2d_patch.plugin:register\n"
+
+
+def target(verdict: str = "active", **more: Any) -> dict[str, Any]:
+    about = {"fix": "kv-swap", "function": "vllm.x:Y.z", "verdict": verdict, "reason": "", "calls": 0, "fallbacks": 0}
+    return {**about, "fallback_reasons": {}, **more}
+
+
+def state(*targets: dict[str, Any], pid: int | None = None, **more: Any) -> dict[str, Any]:
+    pid = os.getpid() if pid is None else pid
+    about = {"schema": SCHEMA, "h2d_patch": __version__, "pid": pid, "start_time": start_time(pid), "role": "worker"}
+    about |= {"host": socket.gethostname(), "server": "here-1-1", "started": time.time(), "rank": 0, "vllm": "0.22.1"}
+    return {**about, "device": {}, "switches": {}, "targets": list(targets), **more}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory, named in an environment without any other variable of ours."""
+    for name in list(os.environ):
+        if name.startswith(("H2D_PATCH", "VLLM_PLUGINS")):
+            monkeypatch.delenv(name)
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("H2D_PATCH_RUN_DIR", str(directory))
+    return directory
+
+
+def put(run_dir: Path, *states: dict[str, Any]) -> None:
+    for number, content in enumerate(states):
+        (run_dir / f"state-x-{number}.json").write_text(json.dumps(content))
+
+
+def found(findings: list[Finding], level: str, text: str) -> Finding:
+    matching = [one for one in findings if one.level == level and re.search(text, one.found)]
+    assert matching, f"no {level} that says {text!r} in: " + "\n".join(map(str, findings))
+    return matching[0]
+
+
+def examined(**environ: str) -> list[Finding]:
+    return doctor.examine({**os.environ, **environ}).findings
+
+
+# --- the whole ---
+
+
+def test_it_needs_neither_torch_nor_vllm_and_imports_neither(run_dir: Path) -> None:
+    script = (
+        "import sys\n"
+        "for name in {missing}: sys.modules[name] = None\n"
+        "from h2d_patch.cli import main\n"
+        "status = main(['doctor', '--json'])\n"
+        "assert not [name for name in ('torch', 'triton', 'vllm') if sys.modules.get(name)]\n"
+        "sys.exit(status)\n"
+    )
+    for missing in ((), ("torch", "triton", "vllm", "wrapt", "prometheus_client")):
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(missing=missing)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        said = json.loads(done.stdout)
+        assert said["exit_status"] == 1 and said["versions"]["h2d_patch"] == __version__
+        assert any("H2D_PATCH is not set here" in one["found"] for one in said["findings"])
+        assert any("no vLLM installed" in one["found"] for one in said["findings"]) is bool(missing)
+
+
+def test_the_exit_status_says_how_bad_it_is() -> None:
+    ok, warning = Finding(OK, "x", "x"), Finding(WARNING, "x", "x", bad_input=True)
+    assert doctor.exit_status([ok, warning]) == 0
+    assert doctor.exit_status([ok, Finding(PROBLEM, "x", "x")]) == 1
+    assert doctor.exit_status([Finding(PROBLEM, "x", "x"), Finding(PROBLEM, "x", "x", bad_input=True)]) == 2
+
+
+def test_what_hangs_or_breaks_is_said_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+    def hangs(*_: object) -> Iterator[Finding]:
+        yield Finding(OK, "memory", "as far as it came")
+        threading.Event().wait(30)
+
+    def breaks(*_: object) -> Iterator[Finding]:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(machine, "memory", hangs)
+    monkeypatch.setattr(machine, "compiler", breaks)
+    monkeypatch.setattr(machine, "PROBE_S", 1.0)
+    began = time.monotonic()
+    findings = examination.examine(patience_s=3.0).findings
+    assert time.monotonic() - began < 15
+    found(findings, OK, "as far as it came")
+    assert found(findings, WARNING, "no answer within 3 s").about == "memory"
+    assert found(findings, PROBLEM, "doctor itself failed here: ZeroDivisionError: of ours").about == "compiler"
+
+
+def test_the_text_has_what_to_do_beside_what_was_found() -> None:
+    text = doctor.as_text([Finding(OK, "a", "well", "nothing"), Finding(PROBLEM, "longer", "bad " * 50, "mend it")])
+    lines = text.splitlines()
+    assert lines[0] == "ok       a       well" and lines[1].startswith("PROBLEM  longer  bad bad")
+    assert lines[-3].strip() == "→ mend it" and lines[-1] == "1 problem." and max(map(len, lines)) <= 118
+    assert doctor.as_text([Finding(OK, "a", "well")]).endswith("Nothing is wrong.")
+
+
+def test_a_ticket_has_no_secrets(run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    secrets = {
+        "VLLM_API_KEY": "s3cret-1",
+        "HF_TOKEN": "s3cret-2",
+        "H2D_PATCH_TOKEN": "s3cret-3",
+        "MY_H2D_PATCH": "s3cret-4",
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    process = tmp_path / "proc" / "4194300"
+    process.mkdir(parents=True)
+    (process / "cmdline").write_bytes(b"/opt/vllm\0serve\0--api-key\0s3cret-5\0")
+    (process / "environ").write_bytes(b"VLLM_API_KEY=s3cret-6\0")
+    monkeypatch.setattr(examination.status, "why_nothing", lambda env: why_nothing(env, tmp_path / "proc"))
+    main(["doctor", "--json"])
+    text = capsys.readouterr().out
+    assert "s3cret" not in text
+    said = json.loads(text)
+    assert any("Process 4194300 (vllm serve): H2D_PATCH is not set" in one["found"] for one in said["findings"])
+    assert said["environment"] == {"H2D_PATCH_RUN_DIR": str(run_dir), "H2D_PATCH_TOKEN": "(unknown)"}
+
+
+# --- plugin ---
+
+
+def distribution(
+    place: Path, name: str = "h2d-patch", version: str = __version__, points: str = POINT, needs: str = ""
+) -> Path:
+    info = place / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    requires = f"Requires-Dist: {needs}\n" if needs else ""
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+    (info / "entry_points.txt").write_text(points)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("places", "level", "says"),
+    [
+        ([], PROBLEM, "no distribution h2d-patch is installed"),
+        ([{}], OK, "vLLM finds it by its entry point"),
+        ([{}, {"version": "0.0.9"}], PROBLEM, "2 distributions h2d-patch are installed: .*0.0.9 in"),
+        ([{"points": ""}], PROBLEM, "has no entry point 'h2d_patch'"),
+        (
+            [{"points": POINT.replace("register", "other")}],
+            PROBLEM,
+            "leads to h2d_patch.plugin:other; expected h2d_patch.plugin:register",
+        ),
+        ([{"version": "0.0.9"}], WARNING, f"is version {__version__}, its distribution says 0.0.9"),
+        ([{"needs": "wrapt-of-another-name>=1"}], PROBLEM, "wrapt-of-another-name, which it needs, is not installed"),
+        (
+            [{"needs": "numpy>=99"}, {"name": "numpy", "version": "1.0", "points": ""}],
+            PROBLEM,
+            "numpy is 1.0; expected >=99",
+        ),
+        ([{"needs": "absent; extra == 'plot'"}], OK, "vLLM finds it"),
+    ],
+)
+def test_whether_vllm_finds_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: list[dict[str, str]], level: str, says: str
+) -> None:
+    roots = [distribution(tmp_path / str(number), **about) for number, about in enumerate(places)]
+    monkeypatch.setattr(sys, "path", [str(ROOT), *map(str, roots), *map(str, roots)])
+    findings = list(installation.plugin({}))
+    found(findings, level, says)
+    if level == OK:
+        assert len(findings) == 1
+
+
+def test_two_copies_of_the_package_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "h2d_patch").mkdir()
+    (tmp_path / "h2d_patch/__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), str(distribution(tmp_path / "site"))])
+    found(list(installation.plugin({})), WARNING, f"beside .* there is {tmp_path}/h2d_patch in sys.path")
+
+
+# --- environment ---
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "says", "status"),
+    [
+        ({}, PROBLEM, "H2D_PATCH is not set here: nothing is patched", 1),
+        ({"H2D_PATCH": "0"}, PROBLEM, "H2D_PATCH='0' here: nothing is patched", 1),
+        ({"H2D_PATCH": "1"}, OK, "H2D_PATCH='1'", 0),
+        ({"H2D_PATCH": "1", "VLLM_PLUGINS": "other"}, PROBLEM, "VLLM_PLUGINS='other' leaves h2d_patch out", 1),
+        ({"H2D_PATCH": "1", "VLLM_PLUGINS": ""}, PROBLEM, "VLLM_PLUGINS='' leaves h2d_patch out", 1),
+        ({"H2D_PATCH": "1", "VLLM_PLUGINS": "other,h2d_patch"}, OK, "H2D_PATCH='1'", 0),
+        ({"H2D_PATCH": "kvswap"}, PROBLEM, "unknown fix 'kvswap'", 2),
+        ({"H2D_PATCH": "-kv-swap"}, PROBLEM, "only leaves fixes out", 2),
+        ({"H2D_PATCH": "1", "H2D_PATCH_PINNED_MB": "1G"}, PROBLEM, "H2D_PATCH_PINNED_MB='1G'", 2),
+        ({"H2D_PATCH": "1", "H2D_PATCH_MANIFEST": "/nowhere.toml"}, PROBLEM, "/nowhere.toml: No such file", 2),
+        ({"H2D_PATCH": "1", "H2D_PATCH_PROFILE": "/nowhere.json"}, PROBLEM, "/nowhere.json: there is no such file", 2),
+        ({"H2D_PATCH": "1", "H2D_PATCH_PROFILES": "x"}, WARNING, "H2D_PATCH_PROFILES is set, and nothing reads it", 0),
+    ],
+)
+def test_what_the_environment_asks_for(
+    run_dir: Path, environ: dict[str, str], level: str, says: str, status: int
+) -> None:
+    findings = [one for one in examined(**environ) if one.about in ("variables", "manifest", "profile")]
+    assert found(findings, level, says).do or level == OK
+    assert doctor.exit_status(findings) == status
+
+
+def test_one_bad_variable_does_not_hide_another(run_dir: Path) -> None:
+    findings = examined(
+        H2D_PATCH="nonsense", H2D_PATCH_STRICT="yes", H2D_PATCH_PINNED_MB="-1", H2D_PATCH_MANIFEST="/none"
+    )
+    for says in ("unknown fix 'nonsense'", "H2D_PATCH_STRICT='yes'", "H2D_PATCH_PINNED_MB='-1'", "/none: No such file"):
+        assert found(findings, PROBLEM, says).bad_input
+
+
+def test_every_variable_that_anything_reads_is_known() -> None:
+    texts = [path.read_text() for path in (ROOT / "h2d_patch").rglob("*.py")]
+    read = set(re.findall(r"""["'](H2D_PATCH(?:_[A-Z]+)*)["']""", "\n".join(texts)))
+    assert read == set(settings.VARIABLES)
+    assert environment.ours({"H2D_PATCH": "1", "PATH": "x"}) == {"H2D_PATCH": "1"}
+
+
+# --- run directory and processes ---
+
+
+def test_a_run_directory_that_cannot_be_used_is_said(run_dir: Path) -> None:
+    run_dir.chmod(0o777)
+    assert found(examined(), PROBLEM, "can be written by others").bad_input
+    run_dir.chmod(0o700)
+    link = run_dir.with_name("link")
+    link.symlink_to(run_dir)
+    assert found(examined(H2D_PATCH_RUN_DIR=str(link)), PROBLEM, "is a symbolic link").bad_input
+    found(examined(H2D_PATCH_RUN_DIR=str(run_dir / "none")), OK, "is not there; the first server")
+
+
+def test_damaged_states_do_not_hide_the_others(run_dir: Path) -> None:
+    put(run_dir, state(target(calls=7)), {"schema": 1})
+    (run_dir / "state-x-half.json").write_text('{"schema": 2, "pid"')
+    (run_dir / "state-x-link.json").symlink_to(run_dir / "state-x-0.json")
+    findings = examined()
+    found(findings, PROBLEM, "state-x-half.json: .*expected a state file")
+    found(findings, PROBLEM, "state-x-link.json is a symbolic link")
+    assert "restart" in found(findings, PROBLEM, r"state-x-1.json: schema: found 1; expected 2").do
+    found(findings, OK, "kv-swap: active, called 7 times, 0 left to the original")
+    found(findings, OK, "H2D_PATCH is not set here; the running servers have their own environment")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
+def test_a_run_directory_without_permission_to_write_is_said(run_dir: Path) -> None:
+    run_dir.chmod(0o500)
+    found(examined(), PROBLEM, "cannot be written")
+
+
+def test_a_full_file_system_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: os.statvfs_result((*tuple(real(path))[:4], 0, *tuple(real(path))[5:]))
+    )
+    found(examined(), PROBLEM, "the file system of .* is full")
+
+
+CONTENTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "refused": (state(target("refused", reason="no source")), PROBLEM, r"kv-swap refused in x:Y.z: no source \(worker 0, process"),
+    "failed": (state(target("failed", reason="self-test: differs")), PROBLEM, "kv-swap failed in x:Y.z: self-test: differs"),
+    "kept off": (state(target("off", reason="off for pooling models")), WARNING, "kv-swap is off: off for pooling models"),
+    "switched off": (state(target("off", reason="switched off")), WARNING, "kv-swap is off: switched off"),
+    "active": (state(target(calls=5, fallbacks=1)), OK, "kv-swap: active, called 5 times, 1 left to the original"),
+    "never called": (state(target()), OK, "kv-swap: active, not called so far"),
+    "mostly falls back": (state(target(calls=200, fallbacks=150, fallback_reasons={"staging is full": 150})), WARNING, "150 of 200 calls were left to the original: 150 × staging is full"),
+    "not needed": (state(target("upstream")), OK, r"kv-swap: not in \(upstream 1\)"),
+    "does not apply": (state(target("absent", reason="does not apply: runs another runner")), OK, "not in .does not apply: runs another"),
+    "nothing is patched": (state(error="h2d_patch: nothing is patched: H2D_PATCH: unknown fix"), PROBLEM, "nothing is patched: H2D_PATCH: unknown fix"),
+    "another version": (state(target(), h2d_patch="0.0.9"), WARNING, f"runs h2d_patch 0.0.9, this is {__version__}"),
+    "a control file refused": (state(target(), control="x is a symbolic link"), PROBLEM, "refuses its control file: x is a symbolic link"),
+    "no staging": (state(target(), device={"staging_bytes": 0, "notes": ["no staging region: out of memory"]}), PROBLEM, "has no staging region"),
+    "a note": (state(target(), device={"staging_bytes": 1, "notes": ["no swap kernel: x"]}), WARNING, "no swap kernel: x"),
+    "a profile that was measured": (state(target(), device={"profile": "calibrated in 1.4 s"}), WARNING, "in use: calibrated in 1.4 s"),
+    "a profile of a file": (state(target(), device={"profile": "of /x.json"}), OK, "in use: of /x.json"),
+    "no worker": (state(target(), role="engine-core", rank=None, started=time.time() - 1000), WARNING, "no worker of the server here-1-1 has written its state"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONTENTS)
+def test_what_the_processes_say_of_themselves(run_dir: Path, what: str) -> None:
+    content, level, says = CONTENTS[what]
+    put(run_dir, content)
+    findings = examined()
+    found(findings, level, says)
+    if level == OK:
+        assert not [one for one in findings if one.about in ("fixes", "processes") and one.level != OK]
+
+
+def test_a_verdict_of_many_processes_is_said_once(run_dir: Path) -> None:
+    children = [subprocess.Popen(["sleep", "100"]) for _ in range(5)]
+    try:
+        put(run_dir, *(state(target("failed", reason="x"), pid=child.pid, rank=n) for n, child in enumerate(children)))
+        matching = [one for one in examined() if "kv-swap failed" in one.found]
+        assert len(matching) == 1 and matching[0].found.endswith("and 2 more)")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_what_is_not_selected_or_gone_is_no_finding(run_dir: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    content = state(target("failed", reason="long ago"), pid=gone.pid)
+    gone.wait()
+    put(run_dir, content, state(target("off", reason="not selected by H2D_PATCH")))
+    findings = examined()
+    assert not [one for one in findings if "kv-swap" in one.found]
+    found(findings, OK, "1 live processes, 1 of processes that are gone")
+
+
+def test_a_server_that_should_be_patched_and_is_not_seen_is_named(tmp_path: Path) -> None:
+    for pid, run_dir in ((4194300, "/elsewhere"), (4194301, "")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"vllm\0serve\0m\0")
+        (tmp_path / str(pid) / "environ").write_bytes(f"H2D_PATCH=1\0H2D_PATCH_RUN_DIR={run_dir}\0".encode())
+    run = servers.Running(tmp_path / "run")
+    findings = list(servers.processes(run, tmp_path))
+    found(findings, WARNING, "process 4194300 .*no state in .*/run .its own H2D_PATCH_RUN_DIR: /elsewhere")
+    found(findings, WARNING, "process 4194301 .*its default")
+
+
+# --- machine and profile ---
+
+
+def probe(text: str) -> tuple[str, ...]:
+    return sys.executable, "-c", text
+
+
+GPU = '{"cuda": 13000, "devices": [{"name": "NVIDIA H200", "bus": "0000:19:00.0"}]}'
+
+
+@pytest.mark.parametrize(
+    ("script", "level", "says"),
+    [
+        (f"print('{GPU}')", OK, "CUDA 13.0, 1 × NVIDIA H200"),
+        (
+            'print(\'{"cuda": 13000, "devices": []}\')',
+            PROBLEM,
+            "the driver shows no GPU .CUDA_VISIBLE_DEVICES is set here",
+        ),
+        ("import time; time.sleep(60)", WARNING, "no NVIDIA driver answers .no answer within 1 s"),
+        ("import os; os.abort()", WARNING, "the probe ended with status -6: nothing said"),
+        ("print('{}')", WARNING, "the probe ended with status 0"),
+        ("raise OSError('CUDA_ERROR_NO_DEVICE')", WARNING, "CUDA_ERROR_NO_DEVICE"),
+    ],
+)
+def test_the_driver_is_asked_in_a_process_of_its_own(script: str, level: str, says: str) -> None:
+    devices: list[machine.Device] = []
+    began = time.monotonic()
+    seconds = 1 if "sleep" in script else 30
+    findings = list(machine.driver({**os.environ, "CUDA_VISIBLE_DEVICES": ""}, devices, probe(script), seconds))
+    found(findings, level, says)
+    assert time.monotonic() - began < 15 and bool(devices) is (level == OK)
+
+
+def test_a_driver_that_does_not_come_up_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
+    text = 'print(\'{"error": "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"}\')'
+    found(
+        list(machine.driver({}, [], probe(text))),
+        PROBLEM,
+        "has driver 580.1, but CUDA does not come up: cuInit: CUDA_ERR",
+    )
+
+
+def proc(tmp_path: Path, available: int = 1 << 40, locked: str = "unlimited", cgroup: str = "") -> Path:
+    (tmp_path / "7").mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available >> 10} kB\n")
+    (tmp_path / "7/limits").write_text(
+        f"Limit  Soft Limit\nMax locked memory         {locked}       unlimited     bytes\n"
+    )
+    (tmp_path / "self/cgroup").write_text(cgroup)
+    return tmp_path
+
+
+def test_memory_that_cannot_be_locked_matters_where_a_worker_has_none(tmp_path: Path) -> None:
+    place = proc(tmp_path, locked="65536")
+    found(list(machine.memory(256 << 20, [7], 1, True, place)), WARNING, "at most 64 KiB may be locked in process 7")
+    assert {one.level for one in machine.memory(256 << 20, [7], 1, False, place)} == {OK}
+
+
+def test_memory_that_is_short_is_said_for_all_workers(tmp_path: Path) -> None:
+    place = proc(tmp_path, available=1 << 30)
+    found(
+        list(machine.memory(256 << 20, [], 8, False, place)),
+        WARNING,
+        "1024 MiB are left on this machine; the workers pin 2048 MiB",
+    )
+    assert not [one for one in machine.memory(256 << 20, [], 2, False, place) if one.level != OK]
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used"),
+    [
+        ("0::/pod/vllm", "pod", "memory.max", "memory.current"),
+        ("9:memory:/pod/vllm", "memory/pod", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_a_limit_of_the_control_group_or_of_its_parent_counts(
+    tmp_path: Path, line: str, folder: str, limit: str, used: str
+) -> None:
+    place = proc(tmp_path / "proc", cgroup=f"{line}\n")
+    root = tmp_path / "cgroup"
+    (root / folder / "vllm").mkdir(parents=True)
+    (root / folder / "vllm" / limit).write_text("max\n")
+    (root / folder / limit).write_text(f"{4 << 30}\n")
+    (root / folder / used).write_text(f"{3 << 30}\n")
+    assert machine._cgroup_room(place, root) == (1 << 30, "under the control group's memory limit")
+
+
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (only,) = machine.compiler({"CC": "/nowhere/cc -O2"})
+    assert only.level == WARNING and "no C compiler" in only.found
+
+
+def test_a_stale_profile_is_said_and_what_is_used_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from h2d_patch.copies.profile import DRIVER, Choice
+    from h2d_patch.copies.profile_file import Cell, Measured, save
+
+    device = machine.Device("A GPU of tomorrow", "0000:19:00.0")
+    monkeypatch.setattr(profiles, "driver_version", lambda: "580.1")
+    key = profiles.key_of(device)
+    assert key.driver == "580.1" and key.gpu == device.name and len(key.kernels) == 16
+    directory = tmp_path / "profiles"
+    asked = settings.Settings(settings.Selection.parse("1"), profile_dir=directory)
+    run = servers.Running()
+    found(
+        list(profiles.profiles(asked, [device], run)),
+        WARNING,
+        "none for A GPU of tomorrow: kv-swap measures it at each start",
+    )
+    save(directory / "a-gpu-of-tomorrow.json", Measured(key, [Cell(True, 4096, 1, {Choice(DRIVER): 1.0})], {}))
+    found(
+        list(profiles.profiles(asked, [device, device], run)), OK, "for A GPU of tomorrow: of .*/a-gpu-of-tomorrow.json"
+    )
+    monkeypatch.setattr(profiles, "driver_version", lambda: "590.2")
+    found(
+        list(profiles.profiles(asked, [device], run)),
+        WARNING,
+        "driver: expected '590.2', as on this device, found '580.1'",
+    )
+
+
+def test_the_key_has_the_versions_that_a_worker_would_find() -> None:
+    torch, triton = pytest.importorskip("torch"), pytest.importorskip("triton")
+    key = profiles.key_of(machine.Device("x", "0000:19:00.0"))
+    assert (key.cuda, key.triton) == (torch.version.cuda or "none", triton.__version__)
