@@ -8,7 +8,7 @@ LIVE ?= $(HOME)/.cache/h2d-patch/live-$(RELEASE)
 EACH := tests/live/test_release.py tests/live/test_modules.py tests/copies/test_h2d_copies.py tests/selftest
 LIVE_TESTS := $(if $(filter 0.22.1,$(RELEASE)),-m live,-m "not gpu" $(EACH))
 
-.PHONY: demo test lint live releases environment clean
+.PHONY: demo test lint live releases docs environment clean
 
 demo:  ## a real vLLM server with and without the fixes, compared
 	$(PYTHON) tools/demo.py
@@ -26,6 +26,10 @@ lint: .venv/made
 
 releases: .venv/made  ## look at every vLLM release: the table in the package, docs/releases.md, what changed (fetches 12 GB once, keeps 1.5)
 	.venv/bin/python tools/releases.py
+	.venv/bin/python tools/fix_pages.py
+
+docs: .venv/made  ## the pages of docs/fixes, from patches.toml and the table of releases
+	.venv/bin/python tools/fix_pages.py
 
 environment:
 	$(PYTHON) tools/live_env.py $(LIVE) --release $(RELEASE) --project . \

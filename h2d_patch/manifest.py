@@ -38,7 +38,7 @@ class Fix:
     """One fix: why it is there, where upstream's own is, and the functions it touches.
 
     `removes_wait` says that the original waits for the GPU there and so orders other buffers that are reused in the
-    same step: such a fix stays off where nothing else guards those.
+    same step: such a fix stays off where nothing else guards those. `risk` and `retire` are for people.
     """
 
     id: str
@@ -48,6 +48,8 @@ class Fix:
     targets: tuple[Target, ...]
     removes_wait: bool = True
     manifest: str = ""
+    risk: str = ""
+    retire: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ def _fix(table: _Table, fix_id: str, exports: Collection[str]) -> Fix:
         removes_wait=table.take("removes_wait", bool, True),
         targets=tuple(_target(part, exports, fixed_in) for part in table.tables("target")),
         manifest=table.file,
+        risk=table.text("risk") if "risk" in table.values else "",
+        retire=table.text("retire") if "retire" in table.values else "",
     )
     table.finish()
     if not fix.targets:

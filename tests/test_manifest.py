@@ -38,6 +38,7 @@ def test_the_shipped_manifest_has_the_eight_fixes_and_says_why_for_each() -> Non
         "mla-context",
         "runner-v2-copies",
     ]
+    assert all(fix.risk.endswith(".") and fix.retire.endswith(".") for fix in fixes.values())
     assert all(fix.why.endswith(".") and fix.upstream.startswith("vllm-project/vllm#") for fix in fixes.values())
     assert {fix.id for fix in fixes.values() if not fix.default} == {"flashinfer-plan", "runner-v2-copies"}
 
@@ -54,6 +55,7 @@ def test_a_user_s_file_adds_fixes_of_the_same_form(tmp_path: Path) -> None:
     fixes = read(tmp_path, GOOD).fixes
     assert "kv-swap" in fixes and fixes["my-fix"].default is True
     assert fixes["my-fix"].targets[0].qualname == "Model.forward"
+    assert (fixes["my-fix"].risk, fixes["my-fix"].retire) == ("", "")
 
 
 def test_a_user_s_file_overrides_a_default(tmp_path: Path) -> None:
@@ -73,6 +75,9 @@ BROKEN = {
     "a key at the top": ("author = 'me'\n" + GOOD, "author: unknown key"),
     "a wrong type": (GOOD.replace('"positions of our own model"', "7"), "patch.my-fix.why: found 7; expected a string"),
     "a default in quotes": (GOOD.replace("why =", "default = 'yes'\nwhy ="), "patch.my-fix.default: found 'yes'"),
+    "a risk in a list": (GOOD.replace("why =", "risk = ['x']\nwhy ="), r"patch.my-fix.risk: found \['x'\]; expected a string"),
+    "an empty risk": (GOOD.replace("why =", "risk = ' '\nwhy ="), "patch.my-fix.risk: found an empty string; expected some text"),
+    "a retire that is a date": (GOOD.replace("why =", "retire = 2026-11-30\nwhy ="), "patch.my-fix.retire: found datetime.date"),
     "no target": ("manifest = 1\n[patch.my-fix]\nwhy = 'x'", "patch.my-fix.target: none"),
     "a target that is no table": ("manifest = 1\n[patch.my-fix]\nwhy = 'x'\ntarget = [1]", "patch.my-fix.target: found"),
     "a function without a module": (GOOD.replace("our.model:Model.forward", "forward"), r"target\[0\].function: 'forward'"),

@@ -146,7 +146,7 @@ def spans(releases: Iterable[Version], among: Iterable[Version]) -> str:
 
 def page(manifest: Manifest, releases: Releases) -> str:
     """docs/releases.md."""
-    fixes = [fix for fix in manifest.fixes.values() if any(True for _ in _own(manifest, fix))]
+    fixes = [fix for fix in manifest.fixes.values() if any(True for _ in own(manifest, fix))]
     versions = list(releases.known)
     rows = {version: [_cell(manifest, fix, releases.known[version]) for fix in fixes] for version in versions}
     header = ["vLLM", *(f"`{fix.id}`" + ("" if fix.default else " (off by default)") for fix in fixes)]
@@ -166,14 +166,14 @@ def page(manifest: Manifest, releases: Releases) -> str:
         "it, `h2d-patch check` and `h2d-patch status` say so, and it is judged by what its source means. A release",
         f"later than {versions[-1]} is judged by its sources alone; `h2d-patch check` and the log say that it is new.",
         "",
-        *_table(header, [[spans(run, versions), *cells] for cells, run in _runs(rows)]),
+        *table_lines(header, [[spans(run, versions), *cells] for cells, run in _runs(rows)]),
         "",
         "## Function by function",
     ]
     for fix in fixes:
         lines += ["", f"### {fix.id}", "", fix.why, ""]
         cells = []
-        for name, target in _own(manifest, fix):
+        for name, target in own(manifest, fix):
             found = [
                 spans((v for v, release in releases.known.items() if release.verdicts[name] is verdict), versions)
                 for verdict in (Verdict.APPLIES, Verdict.UPSTREAM, Verdict.REFUSED)
@@ -181,19 +181,19 @@ def page(manifest: Manifest, releases: Releases) -> str:
             cells.append([f"`{target.module}`<br>`{target.qualname}`", *found, target.supersedes or target.note or ""])
         columns = ["function", "applies", "upstream", "refused", "note"]
         filled = [column for column in range(5) if column < 2 or any(row[column] for row in cells)]
-        lines += _table([columns[c] for c in filled], [[row[c] or "–" * (c < 4) for c in filled] for row in cells])
+        lines += table_lines([columns[c] for c in filled], [[row[c] or "–" * (c < 4) for c in filled] for row in cells])
         others = [f"`{t.function}`" for t in fix.targets if t.module.partition(".")[0] != "vllm"]
         if others:
             lines += ["", f"And, of whatever version is installed beside vLLM: {', '.join(others)}."]
     return "\n".join(lines) + "\n"
 
 
-def _own(manifest: Manifest, fix: Fix) -> Iterator[tuple[str, Target]]:
+def own(manifest: Manifest, fix: Fix) -> Iterator[tuple[str, Target]]:
     return named((owner, target) for owner, target in manifest.targets() if owner is fix)
 
 
 def _cell(manifest: Manifest, fix: Fix, release: Release) -> str:
-    counts = collections.Counter(release.verdicts[name] for name, _ in _own(manifest, fix))
+    counts = collections.Counter(release.verdicts[name] for name, _ in own(manifest, fix))
     said = (Verdict.REFUSED, Verdict.APPLIES, Verdict.UPSTREAM)
     parts = [v.value + (f" {counts[v]}" if counts[v] > 1 else "") for v in said if counts[v]]
     return ", ".join(parts) or "–"
@@ -205,7 +205,7 @@ def _runs(rows: Mapping[Version, list[str]]) -> Iterator[tuple[list[str], list[V
         yield cells, [version for version, _ in run]
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
