@@ -52,7 +52,7 @@ def read(path: Path, most: int, root: bool = False, follow: bool = False) -> byt
             os.close(file)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOurs("is a symbolic link; expected a regular file") from None
+            raise NotOurs("is a symbolic link; expected a file of this user's") from None
         raise
     finally:
         os.close(directory)

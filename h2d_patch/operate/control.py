@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .. import owned
 from ..report.state import ProcessState, read_states, write_whole
 from ..settings import ConfigurationError, checked_run_dir, checked_server
 from .slices import Slices
@@ -171,34 +171,13 @@ def _locked(directory: Path) -> Iterator[None]:
 def _read_own(path: Path) -> str:
     """Raises FileNotFoundError, or ConfigurationError for what is not a file that only this user can write."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return owned.read(path, MOST_BYTES).decode()
     except FileNotFoundError:
         raise
-    except OSError as error:
-        why = "is a symbolic link" if path.is_symlink() else f"cannot be read: {error.strerror}"
-        raise ConfigurationError(f"{path} {why}; expected a file of this user's") from None
-    try:
-        if not_ours := _not_ours(os.fstat(handle)):
-            raise ConfigurationError(f"{path} {not_ours}")
-        with open(handle, "rb", closefd=False) as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ConfigurationError(f"{path}: more than {MOST_BYTES} bytes; {_EXPECTED}")
-        return text.decode()
+    except owned.NotOurs as refusal:
+        raise ConfigurationError(f"{path} {refusal}") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}; {_EXPECTED}") from None
-    finally:
-        os.close(handle)
-
-
-def _not_ours(status: os.stat_result) -> str | None:
-    if not stat.S_ISREG(status.st_mode):
-        return f"is not a file; {_EXPECTED}"
-    if status.st_uid != os.getuid():
-        return f"belongs to user id {status.st_uid}; expected {os.getuid()}, the user who runs this"
-    if status.st_mode & 0o022:
-        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o}); expected 0600"
-    return None
 
 
 def _parse(path: Path, server: str, content: Any) -> Control:

@@ -98,10 +98,10 @@ WRONG = {
 SAYS = {
     "a link": "is a symbolic link; expected a file of this user's",
     "writable by others": "can be written by others (mode 0620); expected 0600",
-    "not a file": "is not a file; expected a control file",
-    "a directory": "is not a file; expected a control file",
+    "not a file": "is not a regular file",
+    "a directory": "is not a regular file",
     "a list": "schema: found 'list'; expected 1",
-    "huge": f"more than {MOST_BYTES} bytes",
+    "huge": f"is larger than {MOST_BYTES} bytes",
     "in a directory that others may write": "can be written by others (mode 0777); expected 0700",
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -15,29 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_states import put, state, target
 
 from h2d_patch import __version__, settings
 from h2d_patch.cli import main
 from h2d_patch.operate import doctor
 from h2d_patch.operate.doctor import environment, examination, installation, machine, profiles, servers
 from h2d_patch.operate.doctor.finding import OK, PROBLEM, WARNING, Finding
-from h2d_patch.report.state import SCHEMA, start_time
 from h2d_patch.report.status import why_nothing
 
 ROOT = Path(__file__).resolve().parents[2]
 POINT = "[vllm.general_plugins]\nh2d_patch = h2d_patch.plugin:register\n"
-
-
-def target(verdict: str = "active", **more: Any) -> dict[str, Any]:
-    about = {"fix": "kv-swap", "function": "vllm.x:Y.z", "verdict": verdict, "reason": "", "calls": 0, "fallbacks": 0}
-    return {**about, "fallback_reasons": {}, **more}
-
-
-def state(*targets: dict[str, Any], pid: int | None = None, **more: Any) -> dict[str, Any]:
-    pid = os.getpid() if pid is None else pid
-    about = {"schema": SCHEMA, "h2d_patch": __version__, "pid": pid, "start_time": start_time(pid), "role": "worker"}
-    about |= {"host": socket.gethostname(), "server": "here-1-1", "started": time.time(), "rank": 0, "vllm": "0.22.1"}
-    return {**about, "device": {}, "switches": {}, "targets": list(targets), **more}
 
 
 @pytest.fixture
@@ -50,11 +37,6 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("H2D_PATCH_RUN_DIR", str(directory))
     return directory
-
-
-def put(run_dir: Path, *states: dict[str, Any]) -> None:
-    for number, content in enumerate(states):
-        (run_dir / f"state-x-{number}.json").write_text(json.dumps(content))
 
 
 def found(findings: list[Finding], level: str, text: str) -> Finding:
