@@ -21,7 +21,7 @@ from typing import Any
 
 from . import __version__
 from .manifest import Manifest, load
-from .operate import control, switching
+from .operate import control, prometheus, switching
 from .patching.recognise import Verdict
 from .releases import shipped
 from .report import status
@@ -135,6 +135,8 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
 
 
 def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    if options.json and options.prometheus:
+        raise ConfigurationError("status: both --json and --prometheus; expected one of them")
     refused: list[str] = []
     states = list(read_states(settings.run_dir, refused))
     if options.clean:
@@ -144,7 +146,9 @@ def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest)
         states = [state for state in states if state.alive]
     patched = any(state.alive and "error" not in state.content for state in states)
     notes = [] if patched else status.why_nothing(os.environ)
-    if options.json:
+    if options.prometheus:
+        print(prometheus.exposition(states, len(refused), 0, time.time()), end="")
+    elif options.json:
         _print_json(status.as_json(states, notes))
     else:
         print(status.as_text(states, settings.run_dir, notes, options.all))
@@ -199,6 +203,12 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         write(path, content, about)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}; expected a file to write") from None
+
+
+def _export(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+    from .operate import exporter
+
+    return exporter.run(settings.run_dir, options.host, options.port, lambda url: print(url, flush=True))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -434,6 +444,12 @@ def _duration(text: str) -> float:
     return seconds
 
 
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a port from 0 to 65535")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r}; expected whole seconds from 1 to 3600")
@@ -461,6 +477,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("status", _status, "which fixes are active in every process, and how often each ran")
     added.add_argument("--all", action="store_true", help="every target, and the tables of processes that have ended")
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
+    added.add_argument("--prometheus", action="store_true", help="print metrics, as h2d-patch export serves them")
     added = command("switch", _switch, "turn a fix on or off in the live processes, without a restart")
     added.add_argument("fix", metavar="FIX", help=f"a fix id, or {switching.ALL}")
     added.add_argument("on", choices=["on", "off"])
@@ -494,6 +511,13 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--same", action="store_true", help="both arms the original: what the measurement itself sees")
     added.add_argument("--json", type=_file, metavar="FILE", help="write every slice")
     added.add_argument("--plot", type=_file, metavar="FILE", help="draw the slices; needs matplotlib")
+    text = "serve the metrics of the processes here for Prometheus to scrape"
+    added = commands.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}, until SIGTERM.")
+    added.set_defaults(run=_export)
+    added.add_argument(
+        "--port", type=_port, required=True, metavar="N", help="0 takes a free one; the address is printed"
+    )
+    added.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: only this machine)")
     command("doctor", _doctor, "why it is not working: installation, variables, verdicts, driver, memory, profile")
     added = command("selftest", _selftest, "compare every fix's copies with the originals, on random inputs")
     added.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to run (default: cpu)")

@@ -124,14 +124,14 @@ def _process(state: ProcessState, everything: bool) -> str:
             target["reason"],
         ]
         for target in content.get("targets", [])
-        if everything or not _left_out_of_table(target)
+        if everything or not left_out_of_table(target)
     ]
     device = content.get("device", {})
     notes = [f"  device profile: {device['profile']}"] if device.get("profile") else []
     notes += [f"  {note}" for note in device.get("notes", [])]
     notes += [f"  the switches stay as they are: {content['control']}"] if content.get("control") else []
     notes += [f"  {_ab(content['ab'])}"] if content.get("ab") else []
-    if not everything and (hidden := Counter(filter(None, map(_left_out_of_table, content.get("targets", []))))):
+    if not everything and (hidden := Counter(filter(None, map(left_out_of_table, content.get("targets", []))))):
         notes.append(f"  and {', '.join(f'{number} {why}' for why, number in hidden.items())} (--all shows them)")
     if not rows:
         return "\n".join([title, *notes])
@@ -151,7 +151,7 @@ def _ab(ab: Mapping[str, Any]) -> str:
     return f"A/B of {ab['fix']}, slices of {ab['slice_s']:g} s, now {now}; {'; '.join([*words, *left_out])}"
 
 
-def _left_out_of_table(target: Mapping[str, Any]) -> str | None:
+def left_out_of_table(target: Mapping[str, Any]) -> str | None:
     """Why a row would tell an operator nothing: this process has no use for the target, or nobody asked for it."""
     verdict, reason = target["verdict"], target["reason"]
     if verdict == "pending":
