@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from made_states import put, state, target
+from model_server import Server
 
 from h2d_patch import __version__, settings
 from h2d_patch.cli import main
@@ -327,6 +328,23 @@ def test_a_server_that_should_be_patched_and_is_not_seen_is_named(tmp_path: Path
     findings = list(servers.processes(run, tmp_path))
     found(findings, WARNING, "process 4194300 .*no state in .*/run .its own H2D_PATCH_RUN_DIR: /elsewhere")
     found(findings, WARNING, "process 4194301 .*its default")
+
+
+def test_a_real_process_is_seen_as_it_is(server: Server) -> None:
+    with server.running() as running:
+        running(
+            "from h2d_patch.plugin import register\nregister()\nimport torch, our_model\n_ = our_model.Model().forward(torch.ones(3)).tolist()"
+        )
+        deadline = time.monotonic() + 20
+        while (
+            not any(one["calls"] for state in server.states() for one in state["targets"])
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.1)
+        said = json.loads(server.status("doctor", "--json").stdout)["findings"]
+    findings = [Finding(**one) for one in said]
+    found(findings, OK, "our-model: active, called 1 times")
+    assert not [one for one in findings if one.level != OK and one.about in ("fixes", "processes", "run directory")]
 
 
 # --- machine and profile ---
