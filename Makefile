@@ -33,7 +33,7 @@ docs: .venv/made  ## the pages of docs/fixes, from patches.toml and the table of
 
 environment:
 	$(PYTHON) tools/live_env.py $(LIVE) --release $(RELEASE) --project . \
-		--with 'pytest>=8' --with 'hypothesis>=6' --with tests/live/probe_plugin
+		--with 'pytest>=8' --with 'hypothesis>=6' --with promql-parser --with tests/live/probe_plugin
 
 .venv/made: pyproject.toml
 	rm -rf .venv
