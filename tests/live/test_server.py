@@ -69,6 +69,27 @@ def test_all_fixes_give_the_same_tokens(patched: Server, reference: Answers) -> 
     assert answers(patched) == reference
 
 
+def test_doctor_and_the_metrics_tell_of_a_server_that_is_well(patched: Server) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    patched.ask(*QUESTIONS["image"])
+    assert eventually(lambda: set(RAN) <= ran(workers(patched)[0]))
+    said = json.loads(patched.h2d_patch("doctor", "--json").stdout)
+    assert said["exit_status"] == 0, said
+    worse = {one["about"] for one in said["findings"] if one["level"] != "ok"}
+    assert not worse & {"plugin", "versions", "vLLM", "variables", "run directory", "servers", "processes", "fixes"}, said
+    shown = " ".join(one["found"] for one in said["findings"])
+    assert all(f"{fix}: active, called" in shown for fix in RAN)
+    families = list(text_string_to_metric_families(patched.h2d_patch("status", "--prometheus").stdout))
+    samples = [sample for family in families for sample in family.samples]
+    for fix in RAN:
+        of = [sample for sample in samples if sample.labels.get("fix") == fix and sample.labels["role"] == "worker"]
+        assert max(one.value for one in of if one.name == "h2d_patch_calls_total") > 0
+        assert max(one.value for one in of if one.name == "h2d_patch_host_seconds_count") > 0
+        assert {one.labels["verdict"] for one in of if one.name == "h2d_patch_verdict_info"} == {"active"}
+    assert {one.labels["role"] for one in samples if one.name == "h2d_patch_process_info"} >= {"worker", "engine-core"}
+
+
 def test_the_worker_ran_each_fix_that_an_image_goes_through(live: Live, patched: Server) -> None:
     patched.ask(*QUESTIONS["image"])
     assert eventually(lambda: set(RAN) <= ran(workers(patched)[0])), patched.h2d_patch("status").stdout
