@@ -320,14 +320,16 @@ def test_what_is_not_selected_or_gone_is_no_finding(run_dir: Path) -> None:
 
 
 def test_a_server_that_should_be_patched_and_is_not_seen_is_named(tmp_path: Path) -> None:
-    for pid, run_dir in ((4194300, "/elsewhere"), (4194301, "")):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "elsewhere/state-x-4194302.json").write_text("{}")
+    for pid, directory in ((4194300, "/nowhere"), (4194301, ""), (4194302, tmp_path / "elsewhere")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes(b"vllm\0serve\0m\0")
-        (tmp_path / str(pid) / "environ").write_bytes(f"H2D_PATCH=1\0H2D_PATCH_RUN_DIR={run_dir}\0".encode())
-    run = servers.Running(tmp_path / "run")
-    findings = list(servers.processes(run, tmp_path))
-    found(findings, WARNING, "process 4194300 .*no state in .*/run .its own H2D_PATCH_RUN_DIR: /elsewhere")
-    found(findings, WARNING, "process 4194301 .*its default")
+        (tmp_path / str(pid) / "environ").write_bytes(f"H2D_PATCH=1\0H2D_PATCH_RUN_DIR={directory}\0".encode())
+    findings = list(servers.processes(servers.Running(tmp_path / "run"), tmp_path))
+    found(findings, WARNING, "process 4194300 .*no state in its run directory, /nowhere")
+    found(findings, WARNING, f"process 4194301 .*no state in its run directory, .*/h2d_patch-{os.getuid()}")
+    assert len(findings) == 2
 
 
 def test_a_real_process_is_seen_as_it_is(server: Server) -> None:

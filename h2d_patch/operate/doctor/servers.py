@@ -14,7 +14,7 @@ from ... import __version__
 from ...report import status
 from ...report.check import Site, check
 from ...report.state import ProcessState, read_states
-from ...settings import ConfigurationError, checked_run_dir
+from ...settings import ConfigurationError, checked_run_dir, run_dir
 from .environment import Asked
 from .finding import OK, PROBLEM, WARNING, Finding
 
@@ -108,15 +108,14 @@ def processes(run: Running, proc: Path = Path("/proc")) -> Iterator[Finding]:
         yield from _device(who, content)
     known = set(run.pids())
     for pid, name, env in status.serving(proc):
-        if pid not in known and not status.left_out(env, expects=True):
-            place = env.get("H2D_PATCH_RUN_DIR") or "its default"
-            yield Finding(
-                WARNING,
-                "servers",
-                f"process {pid} ({name}) has H2D_PATCH set, and no state in {run.directory} (its own "
-                f"H2D_PATCH_RUN_DIR: {place})",
-                "run doctor with the same H2D_PATCH_RUN_DIR, and with the Python of that server; its log says more",
-            )
+        if pid in known or status.left_out(env, expects=True) or _has_state(pid, place := run_dir(env)):
+            continue
+        yield Finding(
+            WARNING,
+            "servers",
+            f"process {pid} ({name}) has H2D_PATCH set, and no state in its run directory, {place}",
+            "if it is not just starting: its log says why nothing is written, or that the plugin is missing in its Python",
+        )
     yield from _without_workers(run)
 
 
@@ -208,6 +207,14 @@ def _device(who: str, content: dict[str, Any]) -> Iterator[Finding]:
         )
     for note in device.get("notes", ()):
         yield Finding(WARNING, "processes", f"{who}: {note}", "docs/operate.md says what it means")
+
+
+def _has_state(pid: int, directory: Path) -> bool:
+    """Whether a process has written its state elsewhere than where we look."""
+    try:
+        return any(directory.glob(f"state-*-{pid}.json"))
+    except OSError:
+        return False
 
 
 def _without_workers(run: Running) -> Iterator[Finding]:
