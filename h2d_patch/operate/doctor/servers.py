@@ -114,7 +114,7 @@ def processes(run: Running, proc: Path = Path("/proc")) -> Iterator[Finding]:
             WARNING,
             "servers",
             f"process {pid} ({name}) has H2D_PATCH set, and no state in its run directory, {place}",
-            "if it is not just starting: its log says why nothing is written, or that the plugin is missing in its Python",
+            "if it is not just starting: its log says why, or the plugin is missing in its Python",
         )
     yield from _without_workers(run)
 
