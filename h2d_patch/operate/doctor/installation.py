@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -122,9 +123,9 @@ def _entry_points(installed: bool) -> Iterator[Finding]:
 
 
 def _copies() -> Iterator[Finding]:
-    places = [Path(entry or ".").resolve() / "h2d_patch" for entry in sys.path]
-    copies = dict.fromkeys(place.resolve() for place in places if (place / "__init__.py").is_file())
-    others = [str(place) for place in copies if place != _PACKAGE]
+    places = [os.path.realpath(os.path.join(entry, "h2d_patch")) for entry in sys.path]
+    copies = dict.fromkeys(place for place in places if os.path.isfile(os.path.join(place, "__init__.py")))
+    others = [place for place in copies if place != str(_PACKAGE)]
     if others:
         yield Finding(
             WARNING,

@@ -46,7 +46,7 @@ def driver(
     said = _probe(environ, probe or (sys.executable, "-I", str(PROBE)), seconds)
     if isinstance(said, str):
         kernel = driver_version()
-        if kernel == UNKNOWN and not Path("/dev/dxg").exists():
+        if kernel == UNKNOWN and not os.path.exists("/dev/dxg"):
             yield Finding(WARNING, "driver", f"no NVIDIA driver answers ({said})", _NO_GPU)
         else:
             yield Finding(PROBLEM, "driver", f"the kernel has driver {kernel}, but CUDA does not come up: {said}", _SEE)
@@ -206,6 +206,6 @@ def _cgroups(proc: Path, root: Path) -> Iterator[Path]:
 def _container() -> str | None:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "a Kubernetes pod"
-    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+    if os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
         return "a container"
     return None
