@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -66,7 +67,8 @@ def test_it_needs_neither_torch_nor_vllm_and_imports_neither(run_dir: Path) -> N
         said = json.loads(done.stdout)
         assert said["exit_status"] == 1 and said["versions"]["h2d_patch"] == __version__
         assert any("H2D_PATCH is not set here" in one["found"] for one in said["findings"])
-        assert any("no vLLM installed" in one["found"] for one in said["findings"]) is bool(missing)
+        without = bool(missing) or importlib.util.find_spec("vllm") is None
+        assert any("no vLLM installed" in one["found"] for one in said["findings"]) is without
 
 
 def test_the_exit_status_says_how_bad_it_is() -> None:
@@ -305,8 +307,9 @@ def test_a_verdict_of_many_processes_is_said_once(run_dir: Path) -> None:
 
 
 def test_what_is_not_selected_or_gone_is_no_finding(run_dir: Path) -> None:
-    gone = subprocess.Popen(["true"])
+    gone = subprocess.Popen(["sleep", "100"])
     content = state(target("failed", reason="long ago"), pid=gone.pid)
+    gone.kill()
     gone.wait()
     put(run_dir, content, state(target("off", reason="not selected by H2D_PATCH")))
     findings = examined()
