@@ -31,7 +31,7 @@ def state(*targets: dict[str, Any], pid: int | None = None, **more: Any) -> dict
     pid = os.getpid() if pid is None else pid
     about = {"schema": SCHEMA, "h2d_patch": __version__, "pid": pid, "start_time": start_time(pid), "role": "worker"}
     about |= {"host": socket.gethostname(), "server": "here-1-1", "started": time.time(), "rank": 0, "vllm": "0.22.1"}
-    return {**about, "device": {}, "switches": {}, "control": None, "targets": list(targets), **more}
+    return {**about, "device": {}, "switches": {}, "control": None, "ab": None, "targets": list(targets), **more}
 
 
 def put(run_dir: Path, *states: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def asked(environ: Mapping[str, str]) -> tuple[Asked, list[Finding]]:
     selected = frozenset(fix for fix, default in manifest.defaults.items() if default)
     try:
         selected = settings.selection.fixes(manifest.defaults) if settings.selection else selected
+        settings.check_ab(manifest.defaults, selected if settings.selection else None)
     except ConfigurationError as error:
         found.append(_unusable("variables", error))
     if settings.manifest and not found:

@@ -146,30 +146,44 @@ def fixes(run: Running, asked: Asked) -> Iterator[Finding]:
 
 _REFUSED = "the function stays as it is; H2D_PATCH=all,-FIX leaves the fix out"
 _FAILED = "the original runs; report it with h2d-patch doctor --json"
+_KEPT_OFF = "docs/operate.md says why; it is not to be turned on there"
 
 
 def _live_fixes(run: Running) -> Iterator[Finding]:
-    by_fix: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    by_fix: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = defaultdict(list)
     for content in run.live:
         for target in content["targets"]:
             if (target["verdict"], target["reason"]) != ("off", status.NOT_SELECTED):
-                by_fix[target["fix"]].append((_name(content), target))
-    for fix, targets in by_fix.items():
-        said: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for who, target in targets:
-            verdict, reason = target["verdict"], target["reason"]
-            if verdict in ("refused", "failed"):
-                where = status.short(target["function"])
-                said[verdict, f"{fix} {verdict} in {where}: {reason}"].append(who)
-            elif verdict == "off":
-                said[verdict, f"{fix} is off: {reason or 'no reason given'}"].append(who)
-        for (verdict, text), whose in said.items():
+                by_fix[target["fix"]].append((content, target))
+    for fix, found in by_fix.items():
+        said: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for content, target in found:
+            if not_in := _not_in(fix, content, target):
+                said[not_in].append(_name(content))
+        for (level, text, do), whose in said.items():
             names = list(dict.fromkeys(whose))
-            whom = ", ".join(names[:_MOST_REASONS]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            level = WARNING if verdict == "off" else PROBLEM
-            do = {"off": f"h2d-patch switch {fix} on, where an operator has switched it off", "refused": _REFUSED}
-            yield Finding(level, "fixes", f"{text} ({whom})", do.get(verdict, _FAILED))
-        yield from _calls(fix, [target for _, target in targets], bool(said))
+            more = len(names) - _MOST_REASONS
+            whom = ", ".join(names[:_MOST_REASONS]) + (f" and {more} more" if more > 0 else "")
+            yield Finding(level, "fixes", f"{text} ({whom})", do)
+        yield from _calls(fix, [target for _, target in found], bool(said))
+
+
+def _not_in(fix: str, content: dict[str, Any], target: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Level, words and what to do for a target that should run and does not; None where there is nothing to say."""
+    verdict, reason = target["verdict"], target["reason"]
+    if verdict in status.BAD:
+        text = f"{fix} {verdict} in {status.short(target['function'])}: {reason}"
+        return PROBLEM, text, _REFUSED if verdict == "refused" else _FAILED
+    if verdict != "off":
+        return None
+    ab = content.get("ab") or {}
+    if reason == status.SWITCHED_OFF and ab.get("fix") == fix and ab.get("ended") is None:
+        return OK, f"{fix} is off in this slice of an A/B", ""
+    return (
+        WARNING,
+        f"{fix} is off: {reason}",
+        f"h2d-patch switch {fix} on" if reason == status.SWITCHED_OFF else _KEPT_OFF,
+    )
 
 
 def _calls(fix: str, targets: list[dict[str, Any]], said: bool) -> Iterator[Finding]:
