@@ -166,6 +166,42 @@ def test_100_switch_flips_of_each_fix_under_load_fail_no_request_and_change_no_t
     assert done.returncode == 0, done.stdout
 
 
+def test_an_a_b_of_20_slices_sees_no_difference_where_both_arms_are_the_original(
+    patched: Server, live: Live, reference: Answers
+) -> None:
+    report = live.folder / "ab.json"
+    command = ("ab", "mrope-positions", "--same", "--slice", "2s", "--slices", "20", "--json", str(report))
+    with under_load(patched, reference) as load:
+        for _ in range(2):  # one report in twenty shows a difference that is none
+            done = patched.h2d_patch(*command, "--url", f"http://127.0.0.1:{patched.port}")
+            found = json.loads(report.read_text())
+            differences = [name for name, ratio in found["on_against_off"].items() if ratio and ratio["differs"]]
+            if not differences:
+                break
+    assert done.returncode == 0 and not differences, done.stdout
+    assert set(found["on_against_off"]) == {"requests_per_s", "tokens_per_s", "ttft_s", "itl_s", "host_time_s"}
+    assert found["pairs"] >= 8 and all(arm["count"] > 100 for arm in found["arms"].values()), done.stdout
+    assert load.wrong == [] and load.right > 100
+    assert all(process["ab"] is None for process in status(patched)["processes"] if process["alive"])
+
+
+def test_an_a_b_runs_both_arms_and_every_answer_is_right(patched: Server, live: Live, reference: Answers) -> None:
+    report = live.folder / "ab.json"
+    before = target(workers(patched)[0], "mrope-positions")["arms"]
+    with under_load(patched, reference) as load:
+        done = patched.h2d_patch("ab", "mrope-positions", "--slice", "1s", "--slices", "8", "--json", str(report))
+    found = json.loads(report.read_text())
+    assert done.returncode == 0 and "only host times are measured" in done.stdout, done.stdout + done.stderr
+    kept = [one for one in found["measured"] if not one["left_out"]]
+    assert len(kept) >= 6 and all(one["calls"] for one in kept)
+    after = target(workers(patched)[0], "mrope-positions")
+    for arm, on in (("on", True), ("off", False)):
+        counted = sum(one["calls"] for one in kept if one["on"] is on)
+        assert 0 < counted <= after["arms"][arm]["count"] - before[arm]["count"]
+    assert after["verdict"] == "active"
+    assert load.wrong == [] and load.right > 20
+
+
 @pytest.mark.parametrize("fix", RAN)
 def test_a_corrupted_copy_changes_the_tokens(fix: str, patched: Server, live: Live, reference: Answers) -> None:
     orders = live.orders("patched")
