@@ -89,13 +89,16 @@ class Alternation:
         self._wanted = wanted
         self._own = own  # H2D_PATCH_AB's
         self._clock = clock or Clock()
+        self._run: _Run | None = None
         self.renew()
 
     def renew(self) -> None:
-        """In a forked child, which has no thread of the parent's."""
+        """In a forked child, which has no thread of the parent's: as if it had never heard of an A/B."""
+        run, self._run = self._run, None
         self._lock = threading.Lock()
-        self._run: _Run | None = None
         self._news = False
+        if run is not None and run.ended is None:
+            self._leave(run.slices.fix)
 
     def follow(self, told: control.Control | None) -> bool:
         """Takes the A/B that `told` or H2D_PATCH_AB asks for; whether there is anything new in the state."""
@@ -144,10 +147,13 @@ class Alternation:
         if run.ended is None:
             run.stopped.set()
             run.on, run.ended = None, why or "taken back"
-            for _, site in self._sites(run.slices.fix):
-                site.timed = False
-            self._switches[run.slices.fix].turn(self._wanted[run.slices.fix])
+            self._leave(run.slices.fix)
             self._news = True
+
+    def _leave(self, fix: str) -> None:
+        for _, site in self._sites(fix):
+            site.timed = False
+        self._switches[fix].turn(self._wanted[fix])
 
     def _alternate(self, run: _Run) -> None:
         why = "it is over"

@@ -102,6 +102,22 @@ def test_an_address_may_leave_the_path_out() -> None:
             addresses([wrong])
 
 
+def test_api_servers_of_their_own_are_added_up() -> None:
+    urls = []
+    servers = []
+    for requests in (3, 4):
+        registry = prometheus_client.CollectorRegistry()
+        prometheus_client.Counter("vllm:request_success", "x", registry=registry).inc(requests)
+        prometheus_client.Histogram("vllm:time_to_first_token_seconds", "x", registry=registry).observe(requests)
+        servers.append(prometheus_client.start_http_server(0, "127.0.0.1", registry)[0])
+        urls.append(f"http://127.0.0.1:{servers[-1].server_port}")
+    found = vllm_metrics.sample(addresses(urls))
+    assert (found.requests, found.ttft.count, found.ttft.mean) == (7, 2, 3.5)
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(NoMetrics, match=r"http://127\.0\.0\.1:1/metrics did not answer: .*refused"):
         vllm_metrics.sample(["http://127.0.0.1:1/metrics"])
