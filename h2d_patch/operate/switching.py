@@ -52,7 +52,8 @@ class Turned:
         for one in self.answers:
             rank = "" if one.rank is None else str(one.rank)
             rows.append([one.server, str(one.pid), ROLES.get(one.role, one.role), rank, one.why or word])
-        return table(["server", "pid", "process", "rank", ", ".join(self.fixes)], rows)
+        what = self.fixes[0] if len(self.fixes) == 1 else "every fix"
+        return table(["server", "pid", "process", "rank", what], rows)
 
 
 def turn(
