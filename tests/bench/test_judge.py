@@ -139,7 +139,10 @@ def _good_swap() -> dict[str, Any]:
     call = {"median_us": 60.0, "us": [50.0, 60.0, 70.0]}
     return {
         **ABOUT,
-        "one_copy": {"CPU to GPU": {"gbps": 54.9}, "GPU to CPU": {"gbps": 55.0}},
+        "one_copy": {
+            "CPU to GPU": {"bytes": 54_900_000, "us": [1100.0, 1000.0]},
+            "GPU to CPU": {"bytes": 55_000_000, "us": [1000.0]},
+        },
         "rows": [row(d, n, b) for d in both for n in SWAP_SIZES for b in (64, 1024, 4096)],
         "matmul": {"rows": [multiplied(d) for d in both]},
         "host_time": [
@@ -279,7 +282,7 @@ SNAPSHOT = "snapshot kept, all cases and queue depths"
             "several",
         ),
         (_gbps(False, 12288, 4096, "bulk 8", 49.97), [TO_GPU_8], "12 KiB x 4096 by bulk 8 (from the call 50.0 GB/s)"),
-        (_set("swap.json/one_copy/CPU to GPU/gbps", 55.0), [TO_GPU_OF_LIMIT], "0.909 of 55.0"),
+        (_set("swap.json/one_copy/CPU to GPU/bytes", 55_000_000), [TO_GPU_OF_LIMIT], "0.909 of 55.0"),
         (_gbps(False, 4096, 4096, "bulk 8", 46.9), ["CPU to GPU, 4 KiB, n ≥ 4096, at most 8 SMs"], "46.9 GB/s"),
         (_gbps(False, 4096, 1024, "bulk 8", 41.9), ["CPU to GPU, 4 KiB, n = 1024, at most 8 SMs"], "x 1024"),
         (_gbps(False, 8192, 1024, "bulk 8", 44.9), ["CPU to GPU, 8 KiB, n = 1024, at most 8 SMs"], "x 1024"),
