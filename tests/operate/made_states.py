@@ -34,6 +34,13 @@ def state(*targets: dict[str, Any], pid: int | None = None, **more: Any) -> dict
     return {**about, "device": {}, "switches": {}, "control": None, "ab": None, "targets": list(targets), **more}
 
 
+def ab(fix: str, **more: Any) -> dict[str, Any]:
+    """What a process says of an A/B that runs."""
+    about = {"fix": fix, "slice_s": 30.0, "start": 0.0, "stop": None, "settle_s": 6.0, "on": False, "ended": None}
+    arms = {"on": {"count": 0, "seconds": 0.0}, "off": {"count": 0, "seconds": 0.0}}
+    return {**about, "left_out": {}, "arms": arms, "slices": [], **more}
+
+
 def put(run_dir: Path, *states: dict[str, Any]) -> None:
     """Writes each into a file of its own."""
     for number, content in enumerate(states):
