@@ -25,11 +25,11 @@ import wrapt
 
 from . import __version__, roles
 from .manifest import Fix, Manifest, load
-from .operate import control
+from .operate import control, ray_env
 from .operate.alternation import Alternation
 from .operate.switches import Switches
 from .patching.install import build_rewrite, install_replacement, original_code
-from .patching.locate import Located, describe, locate, overriding, when_loaded
+from .patching.locate import Located, describe, locate, overriding, subclasses, when_loaded
 from .patching.pattern import Definition
 from .patching.recognise import Target, Verdict, function_hash, recognise
 from .patching.rewrite import ModuleSource, Refused
@@ -121,12 +121,14 @@ class Process:
         # To be asked again: half imported when we asked.
         self._retry: list[tuple[str, Callable[[types.ModuleType], None]]] = []
         self.undone = False
+        self.ray = ray_env.Carrier()
         self.renew()
         self.writer = StateWriter(settings.run_dir, self.state, self.poll)
 
     def renew(self) -> None:
         """What a forked child must not inherit: role, device, counts, and locks that another thread may have held."""
         self.lock = threading.RLock()
+        self.ray.renew()
         for switch in self.switches.values():
             switch.renew()
         self.switched.renew()
@@ -140,7 +142,7 @@ class Process:
             patch.site.renew()
         # Another thread of the parent's may have been about to patch these; it is not in the child.
         loaded = dict.fromkeys(patch.target.module for patch in self.patches if patch.verdict is Verdict.PENDING)
-        startup = [(name, callback) for name, callback in self._retry if name in STARTUP_MODULES]
+        startup = [(name, callback) for name, callback in self._retry if name in STARTUP_MODULES + ray_env.MODULES]
         self._retry = startup + [(name, self.module_loaded) for name in loaded if name in sys.modules]
 
     def state(self) -> dict[str, Any]:
@@ -188,6 +190,9 @@ class Process:
             self._when_loaded(name, self.module_loaded)
         for name in STARTUP_MODULES:
             self._when_loaded(name, self._hook_startup)
+        if self.switches:
+            for name in ray_env.MODULES:
+                self._when_loaded(name, self._carry_to_ray)
 
     def _when_loaded(self, name: str, callback: Callable[[types.ModuleType], None]) -> None:
         if not when_loaded(name, callback):
@@ -308,6 +313,11 @@ class Process:
         if bad and self.settings.strict:
             raise StrictError(text)
 
+    def _carry_to_ray(self, module: types.ModuleType) -> None:
+        with _nothing_escapes("carrying our variables to Ray's workers"):
+            if not self.undone:
+                self.ray.module_loaded(module)
+
     # -- device start-up ----------------------------------------------------------------------------------------------
 
     def _hook_startup(self, module: types.ModuleType) -> None:
@@ -317,15 +327,17 @@ class Process:
             holder = getattr(module, STARTUP_CLASS, None)
             if holder is None and STARTUP_MODULES[1] in sys.modules:
                 return  # an old release: it stands in the other module, and is hooked there
-            original = vars(holder)[STARTUP_METHOD]
-            if getattr(original, "_self_wrapper", None) is not _startup:
-                setattr(holder, STARTUP_METHOD, wrapt.FunctionWrapper(original, _startup))
+            for kind in _startup_classes(holder):
+                if getattr(original := vars(kind)[STARTUP_METHOD], "_self_wrapper", None) is not _startup:
+                    setattr(kind, STARTUP_METHOD, wrapt.FunctionWrapper(original, _startup))
 
     def device_started(self, wrapper: Any) -> None:
         """The one moment in a worker when a device may be used: after `init_device`, before memory is profiled."""
         with _nothing_escapes("device start-up"), self.lock:
             self._ask_again()
             worker = wrapper.worker
+            if worker is self._worker:  # one of the wrapped methods has called another
+                return
             self.is_worker = True
             self.rank = getattr(worker, "rank", getattr(wrapper, "rpc_rank", None))
             self._worker = worker
@@ -419,14 +431,15 @@ class Process:
         """Takes every fix out: each function, attribute and re-bound name is the identical object that it was."""
         with self.lock:
             self.undone = True
+            self.ray.undo()
             for patch in reversed(self.patches):
                 if patch.verdict is Verdict.PENDING or patch.undo is not None:
                     self._take_out(patch, Verdict.OFF, "undone")
             for module in map(sys.modules.get, STARTUP_MODULES):
                 holder = getattr(module, STARTUP_CLASS, None)
-                found = vars(holder).get(STARTUP_METHOD) if holder is not None else None
-                if found is not None and getattr(found, "_self_wrapper", None) is _startup:
-                    setattr(holder, STARTUP_METHOD, found.__wrapped__)
+                for kind in _startup_classes(holder) if holder is not None else ():
+                    if getattr(found := vars(kind)[STARTUP_METHOD], "_self_wrapper", None) is _startup:
+                        setattr(kind, STARTUP_METHOD, found.__wrapped__)
 
 
 current: Process | None = None
@@ -461,6 +474,7 @@ def start() -> None:
         logger.info("h2d_patch %s: %s (h2d-patch status)%s", __version__, chosen, unknown and f"; {unknown}")
     with _nothing_escapes("start-up"):
         current.poll()
+        ray_env.make_absolute(os.environ)
         current.watch()
         current.writer.start()
         atexit.register(lambda: current.writer.write() if current is not None else None)
@@ -489,6 +503,14 @@ def _refuse_to_start(error: Exception) -> None:
     }
     with contextlib.suppress(ConfigurationError):  # no directory to write to: the log has said what is wrong
         StateWriter(run_dir(os.environ), lambda: {**state, "error": text}).write()
+
+
+def _startup_classes(holder: Any) -> list[Any]:
+    """The class that brings a device up, and those whose own form of the method runs in its place.
+
+    Ray gives the class of an actor a copy of each method, in front of what is put into the base class.
+    """
+    return [holder, *(kind for kind in subclasses(holder) if STARTUP_METHOD in vars(kind))]
 
 
 def _startup(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -101,14 +101,17 @@ def rebind(original: object, replacement: object) -> list[tuple[types.ModuleType
 
 def overriding(holder: Any, name: str) -> list[str]:
     """The loaded subclasses of `holder`, written in another package, that have a `name` of their own."""
-    found = []
+    own = str(getattr(holder, "__module__", "")).partition(".")[0]
+    others = (kind for kind in subclasses(holder) if kind.__module__.partition(".")[0] != own)
+    return sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in others if name in vars(kind)})
+
+
+def subclasses(holder: Any) -> Iterator[type]:
+    """The loaded subclasses of a class, near ones first; none of anything else."""
     level: list[Any] = type.__subclasses__(holder) if isinstance(holder, type) else []
     while level:
-        for kind in level:
-            if name in vars(kind) and kind.__module__.partition(".")[0] != holder.__module__.partition(".")[0]:
-                found.append(f"{kind.__module__}.{kind.__qualname__}")
+        yield from level
         level = [inner for kind in level for inner in type.__subclasses__(kind)]
-    return sorted(set(found))
 
 
 def describe(found: Any) -> str:

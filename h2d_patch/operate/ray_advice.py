@@ -1,0 +1,91 @@
+"""What an operator must set under Ray: nothing, where ray_env carries our variables; else what, and why."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..patching.rewrite import ModuleSource, Refused
+from ..report.check import Installed
+from . import ray_env
+
+ENGINE_MODULE = "vllm.v1.engine.core"
+LOADS_PLUGINS = "load_general_plugins"
+# Where the engine cores of data parallelism are made into Ray's actors, from 0.9.1 on.
+ENGINES_MODULES = "vllm.v1.engine.utils", "vllm.v1.utils"
+ENGINES_CLASS = "CoreEngineActorManager"
+
+
+def advice(environ: Mapping[str, str], installed: Installed) -> list[str]:
+    """A sentence for each thing that keeps Ray's workers from our variables with that vLLM and that environment."""
+    try:
+        found = _of_sources(installed)
+    except (Refused, OSError, SyntaxError, ValueError) as error:
+        found = [f"Whether our variables reach Ray's workers cannot be told: {error}; {ray_env.ON_THE_NODES}."]
+    return found + _kept_back(environ)
+
+
+def _of_sources(installed: Installed) -> list[str]:
+    names = _source(installed, ray_env.NAMES_MODULE)
+    values = _source(installed, ray_env.VALUES_MODULE)
+    if names is not None:
+        known = names.named(ray_env.NAMES_FUNCTION) and _mentions(names.tree, ray_env.NAMES_KEPT_BACK)
+    else:
+        method = f"{ray_env.VALUES_CLASS}.{ray_env.VALUES_METHOD}"
+        known = values is not None and values.named(method) and _mentions(values.tree, ray_env.VALUES_KEPT_BACK)
+    if not known:
+        return [f"Under Ray, this vLLM copies variables in a way that we do not know: {ray_env.ON_THE_NODES}."]
+    said = []
+    engine = _source(installed, ENGINE_MODULE)
+    if engine is None or not _mentions(engine.tree, LOADS_PLUGINS):
+        said.append(
+            "Under Ray, a spawned engine core of this release loads no plugins, and our variables do not reach its "
+            f"workers (those of a forked one they do): {ray_env.ON_THE_NODES}."
+        )
+    for module in ENGINES_MODULES:
+        engines = _source(installed, module)
+        manager = next(iter(_classes(engines, ENGINES_CLASS)), None)
+        if manager is not None and not _mentions(manager, ray_env.NAMES_FUNCTION):
+            said.append(
+                "With --data-parallel-backend ray, this release copies no variables to its engine cores: "
+                f"{ray_env.ON_THE_NODES}."
+            )
+    return said
+
+
+def _kept_back(environ: Mapping[str, str]) -> list[str]:
+    """What the operator's own file keeps from Ray's workers; vLLM itself goes on without a file that is damaged."""
+    path = _config_root(environ) / "ray_non_carry_over_env_vars.json"
+    try:
+        listed = set(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return []
+    names = sorted(ray_env.ours({str(name): "" for name in listed}))
+    if not names:
+        return []
+    return [f"{path} keeps {', '.join(names)} from Ray's workers; take {'them' if len(names) > 1 else 'it'} out there."]
+
+
+def _config_root(environ: Mapping[str, str]) -> Path:
+    """vLLM's configuration directory, as its own `VLLM_CONFIG_ROOT` gives it."""
+    own = environ.get("VLLM_CONFIG_ROOT")
+    base = environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.path.expanduser(own or os.path.join(base, "vllm")))
+
+
+def _source(installed: Installed, module: str) -> ModuleSource | None:
+    path = installed.module(module)
+    return ModuleSource(path.read_bytes(), str(path)) if path is not None else None
+
+
+def _classes(source: ModuleSource | None, name: str) -> list[ast.ClassDef]:
+    body = source.tree.body if source is not None else []
+    return [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+
+
+def _mentions(tree: ast.AST, name: str) -> bool:
+    """Whether that name stands anywhere in it, as a variable or an attribute."""
+    return any(name in (getattr(node, "id", None), getattr(node, "attr", None)) for node in ast.walk(tree))
