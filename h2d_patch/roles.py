@@ -13,6 +13,7 @@ INSPECTOR = "inspector"
 _INSPECTOR_MODULE = "vllm.model_executor.models.registry"
 # The program that Ray runs in each process for its actors; its title, `ray::Class.method`, names the actor's class.
 _RAY_PROGRAM = "ray/_private/workers/default_worker.py"
+_COMMAND_LINE = "/proc/self/cmdline"
 
 
 def role() -> str:
@@ -40,7 +41,7 @@ def role() -> str:
 def _ray_actor() -> str:
     """The class of the actor that this process is for, as Ray's title gives it."""
     try:
-        with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
+        with open(_COMMAND_LINE, encoding="utf-8", errors="replace") as file:
             title = file.read()
     except OSError:
         return ""

@@ -568,6 +568,49 @@ def test_the_device_start_up_is_hooked_where_0_11_0_has_it(server: Server) -> No
     assert "failed" not in done.stderr
 
 
+def test_the_device_start_up_runs_in_a_ray_actor_whose_class_has_its_own_copy_of_each_method(server: Server) -> None:
+    with_vllm(server)
+    script = """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    class Actor(WorkerWrapperBase):
+        pass
+
+    def copy_of(method):
+        return lambda self: method(self)
+
+    original = Actor.init_device = copy_of(WorkerWrapperBase.init_device)  # before vLLM loads plugins there
+    register()
+    from h2d_patch import process
+    starts = []
+    process.Process._never_runs = lambda self, target: starts.append(target.function)
+    print(Actor().init_device(), process.current.state()["role"], process.current.rank)
+    print(len(starts) == len(set(starts)) > 0)
+    process.current.undo()
+    print(vars(Actor)["init_device"] is original)
+    """
+    assert server.run(script).stdout.split() == ["ready", "worker", "5", "True", "True"]
+
+
+def test_the_device_comes_up_once_where_one_hooked_method_calls_another(server: Server) -> None:
+    with_vllm(server)
+    script = """
+    import vllm.v1.worker.worker_base as base
+
+    class Own(base.WorkerWrapperBase):
+        def init_device(self):
+            return super().init_device()
+
+    register()
+    from h2d_patch import process
+    starts = []
+    process.Process._never_runs = lambda self, target: starts.append(target.function)
+    Own().init_device()
+    print(len(starts) == len(set(starts)) > 0)
+    """
+    assert server.run(script).stdout.split() == ["True"]
+
+
 def test_undo_takes_the_device_start_up_out_too(server: Server) -> None:
     with_vllm(server)
     script = """
