@@ -30,6 +30,7 @@ from .report.state import clean, read_states
 from .settings import ConfigurationError, Settings, duration, run_dir
 
 _REPETITIONS = 60  # of `bench copies`
+_RAY = "--ray"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(ours)
     options.command = command
     try:
+        if getattr(options, "ray", False):
+            return _on_every_host(options, ours)
         # Whoever turns something off, or asks what is wrong, is not kept from it by what is wrong elsewhere.
         if options.run in (_switch, _doctor):
             return int(options.run(options))
@@ -221,6 +224,24 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         print(doctor.as_text(seen.findings))
     return result
+
+
+def _on_every_host(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from .operate import ray_nodes
+
+    if getattr(options, "prometheus", False):
+        raise ConfigurationError("status: both --ray and --prometheus; expected an exporter on each host")
+    only = None
+    if options.run is _switch:
+        asked = {"server": options.server, "rank": options.rank}
+        only = {key: value for key, value in asked.items() if value is not None}
+    there = [word for word in arguments if len(word) < 3 or not _RAY.startswith(word)]  # argparse takes `--ra` for it
+    answers = ray_nodes.everywhere(there, only)
+    if options.json:
+        _print_json(ray_nodes.as_json(answers))
+    else:
+        print(ray_nodes.as_text(answers))
+    return ray_nodes.exit_status(answers)
 
 
 def _selftest(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
@@ -474,7 +495,7 @@ def _parser() -> argparse.ArgumentParser:
     command("list", _list, "the fixes, and what each is for")
     added = command("check", _check, "which fixes would apply to this vLLM; reads its sources, imports nothing")
     added.add_argument("--site", type=Path, metavar="DIR", help="a directory with vllm/ in it: an unpacked wheel")
-    added = command("status", _status, "which fixes are active in every process, and how often each ran")
+    added = shown = command("status", _status, "which fixes are active in every process, and how often each ran")
     added.add_argument("--all", action="store_true", help="every target, and the tables of processes that have ended")
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
     added.add_argument("--prometheus", action="store_true", help="print metrics, as h2d-patch export serves them")
@@ -483,6 +504,8 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("on", choices=["on", "off"])
     added.add_argument("--server", metavar="NAME", help="only that server, called as status shows; default: all here")
     added.add_argument("--rank", type=_rank, metavar="N", help="only the workers of that rank")
+    for one in (shown, added):
+        one.add_argument(_RAY, action="store_true", help="on every host of this host's Ray cluster, or RAY_ADDRESS's")
     text = "compare a fix with the original on a live server, in alternating slices"
     added = commands.add_parser(
         "ab",

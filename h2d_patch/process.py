@@ -136,6 +136,7 @@ class Process:
         self.started = time.time()
         self.is_worker = False
         self.rank: int | None = None
+        self.data_parallel_rank: int | None = None
         self.device: dict[str, Any] = {}
         self._worker: Any = None
         for patch in self.patches:
@@ -150,6 +151,7 @@ class Process:
             **_identity(self.started, self.server),
             "role": roles.WORKER if self.is_worker else roles.role(),
             "rank": self.rank,
+            "data_parallel_rank": self.data_parallel_rank,
             "vllm": self.release,
             "device": self.device,
             "switches": dict(self.switched.wanted),
@@ -340,6 +342,7 @@ class Process:
                 return
             self.is_worker = True
             self.rank = getattr(worker, "rank", getattr(wrapper, "rpc_rank", None))
+            self.data_parallel_rank = _data_parallel_rank(worker)
             self._worker = worker
             self.switched.apply(self.rank)
             device = getattr(worker, "device", None)
@@ -534,6 +537,16 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _data_parallel_rank(worker: Any) -> int | None:
+    """Which of the engines that share a server's requests this worker is of: all have workers of the same ranks.
+
+    From 0.14.0 on the index has it: a model without experts is served by engines that each think they are alone.
+    """
+    parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    found = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", None))
+    return found if type(found) is int else None
 
 
 _WITHOUT_EVENT = "without asynchronous scheduling: the wait that this removes orders buffers of the step there"

@@ -20,6 +20,7 @@ from h2d_patch.roles import role
         ("EngineCore", "engine-core"),
         ("EngineCore_DP3", "engine-core"),
         ("VllmWorker-1", "worker"),
+        ("VLLM_DP_Coordinator", "coordinator"),
     ],
 )
 def test_the_name_gives_the_role(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:

@@ -51,6 +51,10 @@ ARGUMENTS = (
 # Settings of the caller's that would decide for the server what it should decide itself. PYTHONDONTWRITEBYTECODE
 # doubles every start: no process keeps what it compiled.
 NOT_INHERITED = ("H2D_", "VLLM_", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
+# The module that is run, and words before the options: one API server, or what `vllm serve` is. The latter looks for a
+# distribution called `vllm`.
+SINGLE = ("vllm.entrypoints.openai.api_server",)
+SERVE = ("vllm.entrypoints.cli.main", "serve")
 START_TIMEOUT = 300  # seconds; 25 when nothing else runs and the byte code is there, 90 the first time
 
 
@@ -145,6 +149,7 @@ def serving(
     environ: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
+    program: Sequence[str] = SINGLE,
 ) -> Iterator[Server]:
     """A server from its start until it answers, then the block, then its end and that of all its processes.
 
@@ -152,15 +157,13 @@ def serving(
     `progress` is told now and then what the server printed last. Raises ServerDied when the server ends or is not up
     after START_TIMEOUT.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     recipe = live_env.releases().get(live_env.installed(python) or "")
     needed = recipe.environment if recipe else {}
     needed = {name: value.format(prefix=python.parent.parent) for name, value in needed.items()}
     full = environment({**needed, **(environ or {})})
     where = ("--model", str(model), "--host", "127.0.0.1", "--port", str(port))
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *where, *ARGUMENTS, *arguments]
+    command = [str(python), "-m", *program, *where, *ARGUMENTS, *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -178,6 +181,14 @@ def serving(
         yield server
     finally:
         stop(process)
+
+
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
 
 
 def wait_until_up(server: Server, progress: Callable[[str], None]) -> None:

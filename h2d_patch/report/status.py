@@ -17,7 +17,13 @@ NOT_SELECTED = "not selected by H2D_PATCH"
 DOES_NOT_APPLY = "does not apply"
 SWITCHED_OFF = "switched off"
 BAD = ("refused", "failed")
-ROLES = {"api-server": "API server", "engine-core": "engine core", "worker": "worker", "inspector": "inspector"}
+ROLES = {
+    "api-server": "API server",
+    "engine-core": "engine core",
+    "worker": "worker",
+    "inspector": "inspector",
+    "coordinator": "coordinator",
+}
 
 
 def as_json(states: Iterable[ProcessState], why_nothing: Sequence[str]) -> dict[str, Any]:
@@ -107,6 +113,8 @@ def _process(state: ProcessState, everything: bool) -> str:
     content = state.content
     role = ROLES.get(content.get("role", ""), str(content.get("role")))
     rank = f" {content['rank']}" if content.get("rank") is not None else ""
+    if engine := content.get("data_parallel_rank"):  # of the first one nothing is said: mostly it is the only one
+        rank += f" of data-parallel rank {engine}"
     dead = "" if state.alive else "  (dead; h2d-patch status --clean removes it)"
     title = f"{content['pid']}  {role}{rank}  vLLM {content.get('vllm') or 'unknown'}  server {content['server']}{dead}"
     if not state.alive and not everything and "error" not in content:

@@ -16,12 +16,13 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 from live_env import Release, installed, releases  # noqa: E402  (needs the path above)
-from live_server import Server, ServerDied, image, serving, text  # noqa: E402
+from live_server import SERVE, SINGLE, Server, ServerDied, environment, free_port, image, serving, text  # noqa: E402
 
 __all__ = [
     "EVERY_FIX",
     "IMAGE_FIXES",
     "QUESTIONS",
+    "SERVE",
     "TOOLS",
     "Answers",
     "Live",
@@ -29,6 +30,8 @@ __all__ = [
     "Server",
     "ServerDied",
     "answers",
+    "environment",
+    "free_port",
     "under_load",
 ]
 
@@ -108,7 +111,13 @@ class Live:
 
     @contextmanager
     def server(
-        self, name: str, environ: Mapping[str, str], arguments: Sequence[str] = (), *, fork: bool = True
+        self,
+        name: str,
+        environ: Mapping[str, str],
+        arguments: Sequence[str] = (),
+        *,
+        fork: bool = True,
+        program: Sequence[str] = SINGLE,
     ) -> Iterator[Server]:
         """A server with a run directory of its own. Forked processes start in half the time of spawned ones."""
         own = {
@@ -118,7 +127,8 @@ class Live:
         }
         if fork:
             own["H2D_PROBE_START_METHOD"] = "fork"
-        with serving(self.python, self.model, self.folder / f"{name}.log", {**own, **environ}, arguments) as server:
+        log = self.folder / f"{name}.log"
+        with serving(self.python, self.model, log, {**own, **environ}, arguments, program=program) as server:
             yield server
 
     def run_dir(self, name: str) -> Path:
