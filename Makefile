@@ -8,16 +8,23 @@ LIVE ?= $(HOME)/.cache/h2d-patch/live-$(RELEASE)
 EACH := tests/live/test_release.py tests/live/test_modules.py tests/copies/test_h2d_copies.py tests/selftest
 LIVE_TESTS := $(if $(filter 0.22.1,$(RELEASE)),-m live,-m "not gpu" $(EACH))
 
-.PHONY: demo test lint live releases docs environment clean
+# Ray lies beside that environment, not in it: what a server without Ray does is not to depend on it.
+RAY ?= $(LIVE)-ray
+RAY_VERSION := 2.55.1
+
+.PHONY: demo test lint live live-ray releases docs environment clean
 
 demo:  ## a real vLLM server with and without the fixes, compared
 	$(PYTHON) tools/demo.py
 
 test: lint environment  ## everything that needs no GPU
-	$(LIVE)/bin/python -m pytest -m "not gpu"
+	$(LIVE)/bin/python -m pytest -m "not gpu and not ray"
 
 live: environment  ## only the tests that start a server; RELEASE=0.27.1 takes another one (docs/live.md)
 	$(LIVE)/bin/python -m pytest $(LIVE_TESTS) -v
+
+live-ray: environment $(RAY)/made-$(RAY_VERSION)  ## a server with workers under a real Ray on this machine (docs/many.md)
+	H2D_RAY=$(RAY) $(LIVE)/bin/python -m pytest -m ray -v tests/live
 
 lint: .venv/made
 	.venv/bin/ruff check .
@@ -34,6 +41,12 @@ docs: .venv/made  ## the pages of docs/fixes, from patches.toml and the table of
 environment:
 	$(PYTHON) tools/live_env.py $(LIVE) --release $(RELEASE) --project . \
 		--with 'pytest>=8' --with 'hypothesis>=6' --with promql-parser --with tests/live/probe_plugin
+
+$(RAY)/made-$(RAY_VERSION): $(wildcard tests/live/ray_platform/*)
+	rm -rf $(RAY)
+	$(LIVE)/bin/uv pip install -q --python $(LIVE)/bin/python --target $(RAY) --no-deps \
+		ray==$(RAY_VERSION) 'msgpack>=1,<2' tests/live/ray_platform
+	touch $@
 
 .venv/made: pyproject.toml
 	rm -rf .venv

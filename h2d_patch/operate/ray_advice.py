@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ..patching.rewrite import ModuleSource, Refused
 from ..report.check import Installed
@@ -19,16 +20,23 @@ ENGINES_MODULES = "vllm.v1.engine.utils", "vllm.v1.utils"
 ENGINES_CLASS = "CoreEngineActorManager"
 
 
-def advice(environ: Mapping[str, str], installed: Installed) -> list[str]:
-    """A sentence for each thing that keeps Ray's workers from our variables with that vLLM and that environment."""
+class Advice(NamedTuple):
+    """Why our variables do not reach some of Ray's processes, and what to set."""
+
+    why: str
+    do: str
+
+
+def advice(environ: Mapping[str, str], installed: Installed) -> list[Advice]:
+    """What keeps our variables from Ray's processes with that vLLM and that environment; nothing where all is well."""
     try:
-        found = _of_sources(installed)
+        found = list(_of_sources(installed))
     except (Refused, OSError, SyntaxError, ValueError) as error:
-        found = [f"Whether our variables reach Ray's workers cannot be told: {error}; {ray_env.ON_THE_NODES}."]
-    return found + _kept_back(environ)
+        found = [Advice(f"whether our variables reach Ray's workers cannot be told: {error}", ray_env.ON_THE_NODES)]
+    return [*found, *_kept_back(environ)]
 
 
-def _of_sources(installed: Installed) -> list[str]:
+def _of_sources(installed: Installed) -> Iterator[Advice]:
     names = _source(installed, ray_env.NAMES_MODULE)
     values = _source(installed, ray_env.VALUES_MODULE)
     if names is not None:
@@ -37,36 +45,33 @@ def _of_sources(installed: Installed) -> list[str]:
         method = f"{ray_env.VALUES_CLASS}.{ray_env.VALUES_METHOD}"
         known = values is not None and values.named(method) and _mentions(values.tree, ray_env.VALUES_KEPT_BACK)
     if not known:
-        return [f"Under Ray, this vLLM copies variables in a way that we do not know: {ray_env.ON_THE_NODES}."]
-    said = []
+        yield Advice("this vLLM copies variables to Ray's workers in a way that we do not know", ray_env.ON_THE_NODES)
+        return
     engine = _source(installed, ENGINE_MODULE)
     if engine is None or not _mentions(engine.tree, LOADS_PLUGINS):
-        said.append(
-            "Under Ray, a spawned engine core of this release loads no plugins, and our variables do not reach its "
-            f"workers (those of a forked one they do): {ray_env.ON_THE_NODES}."
+        yield Advice(
+            "under Ray, the engine core of `vllm serve` loads no plugins in this release, and our variables do not "
+            "reach its workers",
+            ray_env.ON_THE_NODES,
         )
     for module in ENGINES_MODULES:
-        engines = _source(installed, module)
-        manager = next(iter(_classes(engines, ENGINES_CLASS)), None)
+        manager = _class(_source(installed, module), ENGINES_CLASS)
         if manager is not None and not _mentions(manager, ray_env.NAMES_FUNCTION):
-            said.append(
-                "With --data-parallel-backend ray, this release copies no variables to its engine cores: "
-                f"{ray_env.ON_THE_NODES}."
+            yield Advice(
+                "with --data-parallel-backend ray, this release copies no variables to its engine cores",
+                ray_env.ON_THE_NODES,
             )
-    return said
 
 
-def _kept_back(environ: Mapping[str, str]) -> list[str]:
+def _kept_back(environ: Mapping[str, str]) -> Iterator[Advice]:
     """What the operator's own file keeps from Ray's workers; vLLM itself goes on without a file that is damaged."""
     path = _config_root(environ) / "ray_non_carry_over_env_vars.json"
     try:
-        listed = set(json.loads(path.read_text(encoding="utf-8")))
+        listed = {str(name): "" for name in json.loads(path.read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError):
-        return []
-    names = sorted(ray_env.ours({str(name): "" for name in listed}))
-    if not names:
-        return []
-    return [f"{path} keeps {', '.join(names)} from Ray's workers; take {'them' if len(names) > 1 else 'it'} out there."]
+        return
+    if names := sorted(ray_env.ours(listed)):
+        yield Advice(f"{path} keeps {', '.join(names)} from Ray's workers", f"take {', '.join(names)} out of that file")
 
 
 def _config_root(environ: Mapping[str, str]) -> Path:
@@ -81,9 +86,9 @@ def _source(installed: Installed, module: str) -> ModuleSource | None:
     return ModuleSource(path.read_bytes(), str(path)) if path is not None else None
 
 
-def _classes(source: ModuleSource | None, name: str) -> list[ast.ClassDef]:
+def _class(source: ModuleSource | None, name: str) -> ast.ClassDef | None:
     body = source.tree.body if source is not None else []
-    return [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    return next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
 
 
 def _mentions(tree: ast.AST, name: str) -> bool:
