@@ -11,13 +11,7 @@ from typing import NamedTuple
 
 from ..patching.rewrite import ModuleSource, Refused
 from ..report.check import Installed
-from . import ray_env
-
-ENGINE_MODULE = "vllm.v1.engine.core"
-LOADS_PLUGINS = "load_general_plugins"
-# Where the engine cores of data parallelism are made into Ray's actors, from 0.9.1 on.
-ENGINES_MODULES = "vllm.v1.engine.utils", "vllm.v1.utils"
-ENGINES_CLASS = "CoreEngineActorManager"
+from . import ray_forms as forms
 
 
 class Advice(NamedTuple):
@@ -32,45 +26,45 @@ def advice(environ: Mapping[str, str], installed: Installed) -> list[Advice]:
     try:
         found = list(_of_sources(installed))
     except (Refused, OSError, SyntaxError, ValueError) as error:
-        found = [Advice(f"whether our variables reach Ray's workers cannot be told: {error}", ray_env.ON_THE_NODES)]
+        found = [Advice(f"whether our variables reach Ray's workers cannot be told: {error}", forms.ON_THE_NODES)]
     return [*found, *_kept_back(environ)]
 
 
 def _of_sources(installed: Installed) -> Iterator[Advice]:
-    names = _source(installed, ray_env.NAMES_MODULE)
-    values = _source(installed, ray_env.VALUES_MODULE)
+    names = _source(installed, forms.NAMES_MODULE)
+    values = _source(installed, forms.VALUES_MODULE)
     if names is not None:
-        known = names.named(ray_env.NAMES_FUNCTION) and _mentions(names.tree, ray_env.NAMES_KEPT_BACK)
+        known = names.named(forms.NAMES_FUNCTION) and _mentions(names.tree, forms.NAMES_KEPT_BACK)
     else:
-        method = f"{ray_env.VALUES_CLASS}.{ray_env.VALUES_METHOD}"
-        known = values is not None and values.named(method) and _mentions(values.tree, ray_env.VALUES_KEPT_BACK)
+        method = f"{forms.VALUES_CLASS}.{forms.VALUES_METHOD}"
+        known = values is not None and values.named(method) and _mentions(values.tree, forms.VALUES_KEPT_BACK)
     if not known:
-        yield Advice("this vLLM copies variables to Ray's workers in a way that we do not know", ray_env.ON_THE_NODES)
+        yield Advice("this vLLM copies variables to Ray's workers in a way that we do not know", forms.ON_THE_NODES)
         return
-    engine = _source(installed, ENGINE_MODULE)
-    if engine is None or not _mentions(engine.tree, LOADS_PLUGINS):
+    engine = _source(installed, forms.ENGINE_MODULE)
+    if engine is None or not _mentions(engine.tree, forms.LOADS_PLUGINS):
         yield Advice(
             "under Ray, the engine core of `vllm serve` loads no plugins in this release, and our variables do not "
             "reach its workers",
-            ray_env.ON_THE_NODES,
+            forms.ON_THE_NODES,
         )
-    for module in ENGINES_MODULES:
-        manager = _class(_source(installed, module), ENGINES_CLASS)
-        if manager is not None and not _mentions(manager, ray_env.NAMES_FUNCTION):
+    for module in forms.ENGINES_MODULES:
+        manager = _class(_source(installed, module), forms.ENGINES_CLASS)
+        if manager is not None and not _mentions(manager, forms.NAMES_FUNCTION):
             yield Advice(
                 "with --data-parallel-backend ray, this release copies no variables to its engine cores",
-                ray_env.ON_THE_NODES,
+                forms.ON_THE_NODES,
             )
 
 
 def _kept_back(environ: Mapping[str, str]) -> Iterator[Advice]:
     """What the operator's own file keeps from Ray's workers; vLLM itself goes on without a file that is damaged."""
-    path = _config_root(environ) / "ray_non_carry_over_env_vars.json"
+    path = _config_root(environ) / forms.KEPT_BACK_FILE
     try:
-        listed = {str(name): "" for name in json.loads(path.read_text(encoding="utf-8"))}
+        listed = [str(name) for name in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):
         return
-    if names := sorted(ray_env.ours(listed)):
+    if names := sorted(forms.ours(listed)):
         yield Advice(f"{path} keeps {', '.join(names)} from Ray's workers", f"take {', '.join(names)} out of that file")
 
 

@@ -1,10 +1,5 @@
 """Our variables reach Ray's workers: vLLM copies only those that it knows there, and ours are not among them.
 
-What copies them, read off the sources of every release from 0.8.0 to 0.33.0 (docs/many.md):
-- 0.8.0 to 0.9.2: the executor asks its own `_get_env_vars_to_be_updated` what each worker gets.
-- 0.10.0 on: `get_env_vars_to_copy` names them, for workers up to 0.32.0 and for the engine cores of data parallelism.
-- 0.20.0 on, by default from 0.21.0: `RayExecutorV2` copies the driver's whole environment, which needs no help.
-
 `VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY`, which 0.17.0 brought, is left to the operator: it is part of the key of
 vLLM's compile cache, so that a server which gets it compiles its graphs anew.
 """
@@ -17,29 +12,30 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import wrapt
 
 from ..patching.locate import rebind
+from .ray_forms import (
+    NAMES_EXCLUDED,
+    NAMES_FUNCTION,
+    NAMES_KEPT_BACK,
+    NAMES_MODULE,
+    ON_THE_NODES,
+    VALUES_CLASS,
+    VALUES_KEPT_BACK,
+    VALUES_METHOD,
+    VALUES_MODULE,
+    ours,
+)
 
-PREFIX = "H2D_PATCH"
-NAMES_MODULE, NAMES_FUNCTION, NAMES_EXCLUDED = "vllm.ray.ray_env", "get_env_vars_to_copy", "exclude_vars"
-NAMES_KEPT_BACK = "RAY_NON_CARRY_OVER_ENV_VARS"
-VALUES_MODULE, VALUES_CLASS = "vllm.executor.ray_distributed_executor", "RayDistributedExecutor"
-VALUES_METHOD, VALUES_KEPT_BACK = "_get_env_vars_to_be_updated", "non_carry_over_env_vars"
 MODULES = NAMES_MODULE, VALUES_MODULE
 # Files that a process with another working directory must find too.
 PATHS = "H2D_PATCH_MANIFEST", "H2D_PATCH_PROFILE", "H2D_PATCH_RUN_DIR"
-ON_THE_NODES = "set H2D_PATCH where Ray is started, on each node: H2D_PATCH=1 ray start …"
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
-
-
-def ours(environ: Mapping[str, str]) -> set[str]:
-    """The names of our variables among those."""
-    return {name for name in environ if name == PREFIX or name.startswith(f"{PREFIX}_")}
 
 
 def make_absolute(environ: MutableMapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from h2d_patch.operate import ray_env
+from h2d_patch.operate import ray_forms as forms
 from h2d_patch.operate.ray_advice import advice
 from h2d_patch.releases import shipped
 from h2d_patch.report.check import Installed
@@ -29,7 +30,7 @@ RELEASES = sorted(
     {*FORMS, *(release for release in map(str, shipped().known) if (cache() / f"vllm-{release}").is_dir())},
     key=lambda release: [int(part) for part in release.replace(".post", ".").split(".")],
 )
-OLD_EXECUTOR = ray_env.VALUES_MODULE.replace(".", "/") + ".py"
+OLD_EXECUTOR = forms.VALUES_MODULE.replace(".", "/") + ".py"
 EXECUTORS = OLD_EXECUTOR, "vllm/v1/executor/ray_executor.py"
 
 
@@ -68,15 +69,15 @@ class Vllm:
     def old_executor(self) -> types.ModuleType:
         """The module up to 0.9.2 with nothing in it but what says what each worker gets."""
         tree = ast.parse((self.folder / OLD_EXECUTOR).read_bytes())
-        (kind,) = (node for node in tree.body if getattr(node, "name", "") == ray_env.VALUES_CLASS)
+        (kind,) = (node for node in tree.body if getattr(node, "name", "") == forms.VALUES_CLASS)
         assert isinstance(kind, ast.ClassDef)
         kind.bases = []
         kind.body = [
             node
             for node in kind.body
-            if isinstance(node, ast.Assign | ast.If) or getattr(node, "name", "") == ray_env.VALUES_METHOD
+            if isinstance(node, ast.Assign | ast.If) or getattr(node, "name", "") == forms.VALUES_METHOD
         ]
-        module = types.ModuleType(ray_env.VALUES_MODULE)
+        module = types.ModuleType(forms.VALUES_MODULE)
         vars(module).update(os=os, json=json, envs=self.module("vllm.envs"))
         exec(compile(ast.Module([kind], []), OLD_EXECUTOR, "exec"), vars(module))
         self.patch.setitem(sys.modules, module.__name__, module)
@@ -91,7 +92,7 @@ def carrier() -> Iterator[ray_env.Carrier]:
 
 
 def names_of(vllm: Vllm) -> types.ModuleType:
-    return vllm.module(ray_env.NAMES_MODULE)
+    return vllm.module(forms.NAMES_MODULE)
 
 
 @pytest.mark.releases
@@ -100,7 +101,7 @@ def test_ours_are_among_the_copied_of_every_release(
     release: str, monkeypatch: pytest.MonkeyPatch, carrier: ray_env.Carrier
 ) -> None:
     vllm = Vllm(fetch(release), monkeypatch)
-    if vllm.has(ray_env.NAMES_MODULE):
+    if vllm.has(forms.NAMES_MODULE):
         module = names_of(vllm)
         original = module.get_env_vars_to_copy
         user = types.ModuleType("vllm.v1.engine.utils")
@@ -117,14 +118,14 @@ def test_ours_are_among_the_copied_of_every_release(
     else:
         module = vllm.old_executor()
         kind = module.RayDistributedExecutor
-        original = vars(kind)[ray_env.VALUES_METHOD]
+        original = vars(kind)[forms.VALUES_METHOD]
         executor = kind()
         executor._env_vars_for_all_workers = [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
         carrier.module_loaded(module)
         found = executor._get_env_vars_to_be_updated()
         assert found == [{**OURS, "CUDA_VISIBLE_DEVICES": rank} for rank in ("0", "1")]
         carrier.undo()
-        assert vars(kind)[ray_env.VALUES_METHOD] is original
+        assert vars(kind)[forms.VALUES_METHOD] is original
         assert "VLLM_PLUGINS" in vllm.module("vllm.envs").environment_variables
 
 
@@ -142,7 +143,7 @@ def test_workers_have_the_variables_before_they_load_plugins(release: str, monke
             for node in ast.walk(init)
             if isinstance(node, ast.Constant) and node.value in ("update_environment_variables", "init_worker")
         }
-        asked = [node for node in ast.walk(init) if getattr(node, "attr", "") == ray_env.VALUES_METHOD]
+        asked = [node for node in ast.walk(init) if getattr(node, "attr", "") == forms.VALUES_METHOD]
         assert len(asked) == 1
         assert abs(asked[0].lineno - sent["update_environment_variables"]) <= 1
         assert sent["update_environment_variables"] < sent["init_worker"]
@@ -156,7 +157,7 @@ def test_workers_have_the_variables_before_they_load_plugins(release: str, monke
     assert found
 
 
-VALUES = f"self.{ray_env.VALUES_METHOD}()"
+VALUES = f"self.{forms.VALUES_METHOD}()"
 
 
 @pytest.mark.releases
@@ -167,7 +168,7 @@ def test_what_the_operator_keeps_back_stays_back(
     monkeypatch.setenv("VLLM_CONFIG_ROOT", str(tmp_path))
     (tmp_path / "ray_non_carry_over_env_vars.json").write_text('["H2D_PATCH_MANIFEST", "H2D_PATCH", "PATH"]')
     vllm = Vllm(fetch(release), monkeypatch)
-    if vllm.has(ray_env.NAMES_MODULE):
+    if vllm.has(forms.NAMES_MODULE):
         module = names_of(vllm)
         carrier.module_loaded(module)
         copied = module.get_env_vars_to_copy()
