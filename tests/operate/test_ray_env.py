@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from model_server import Server
 
 from h2d_patch.operate import ray_env
 from h2d_patch.operate import ray_forms as forms
@@ -265,3 +266,69 @@ def test_paths_are_made_absolute_and_others_left() -> None:
         "H2D_PATCH_RUN_DIR": "/run/h2d",
         "H2D_PATCH": "a,b",
     }
+
+
+RAY_ENV = """
+import os
+RAY_NON_CARRY_OVER_ENV_VARS = set()
+
+def get_env_vars_to_copy(exclude_vars=None, additional_vars=None, destination=None):
+    return {"VLLM_PLUGINS"}
+"""
+ASKED = """
+    register()
+    from vllm.ray.ray_env import get_env_vars_to_copy
+    original = getattr(get_env_vars_to_copy, "__wrapped__", get_env_vars_to_copy)
+    print(json.dumps(sorted(get_env_vars_to_copy())))
+"""
+
+
+@pytest.fixture
+def with_ray(server: Server) -> Server:
+    package = server.path / "vllm/ray"
+    package.mkdir(parents=True)
+    (server.path / "vllm/__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "ray_env.py").write_text(RAY_ENV)
+    return server
+
+
+def test_a_process_with_fixes_carries_them_until_it_is_undone_a_forked_one_too(with_ray: Server) -> None:
+    script = f"""
+    os.chdir({str(with_ray.path)!r})
+    {ASKED}
+    print(os.environ["H2D_PATCH_MANIFEST"])
+    if not os.fork():
+        print(json.dumps(sorted(get_env_vars_to_copy())), flush=True)
+        os._exit(0)
+    os.wait()
+    from h2d_patch import process
+    from vllm.ray import ray_env
+    process.current.undo()
+    print(ray_env.get_env_vars_to_copy is get_env_vars_to_copy is original)
+    """
+    first, manifest, forked, undone = with_ray.run(script, H2D_PATCH_MANIFEST="ours.toml").stdout.splitlines()
+    assert manifest == str(with_ray.path / "ours.toml")
+    carried = ["H2D_PATCH", "H2D_PATCH_MANIFEST", "H2D_PATCH_RUN_DIR", "H2D_PATCH_SERVER", "VLLM_PLUGINS"]
+    assert json.loads(first) == json.loads(forked) == carried
+    assert undone == "True"
+
+
+def test_a_module_that_is_imported_already_is_hooked_where_others_have_bound_the_name(with_ray: Server) -> None:
+    script = f"""
+    import types
+    user = sys.modules["user"] = types.ModuleType("user")
+    from vllm.ray.ray_env import get_env_vars_to_copy as early
+    user.copied = early
+    {ASKED}
+    print("H2D_PATCH" in user.copied())
+    """
+    assert with_ray.run(script).stdout.splitlines()[-1] == "True"
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_with_nothing_enabled_nothing_is_carried_or_set(value: str, with_ray: Server) -> None:
+    script = ASKED + "    print([name for name in os.environ if 'RAY' in name or name == 'H2D_PATCH_SERVER'])\n"
+    copied, set_ones = with_ray.run(script, H2D_PATCH=value).stdout.splitlines()
+    assert json.loads(copied) == ["VLLM_PLUGINS"]
+    assert set_ones == "[]"
