@@ -6,75 +6,32 @@ Ray runs without our variables, as an operator's cluster does, so that a worker 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import IMAGE_FIXES, QUESTIONS, Answers, Live, Server, answers, environment, free_port
+from harness import IMAGE_FIXES, QUESTIONS, Answers, Live, Server, answers
+from ray_cluster import OTHER_HOST, RAY, Cluster, one_host, two_hosts
 from test_server import ALL, eventually, ran, status, target, workers
 
-pytestmark = pytest.mark.ray
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(RAY is None, reason="H2D_RAY names no Ray; `make live-ray` installs one and runs these tests"),
+]
 
-RAY = os.environ.get("H2D_RAY")
 TENSORS = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
 DATA = ("--data-parallel-size", "2", "--data-parallel-backend", "ray")
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Ray's processes on this machine, with two GPUs that they believe in; `environ` lets a process join them."""
-
-    environ: dict[str, str]
-    address: str
-    process: subprocess.Popen[bytes]
-
-
 @pytest.fixture(scope="module")
 def cluster(live: Live) -> Iterator[Cluster]:
-    if RAY is None:
-        pytest.skip("H2D_RAY names no Ray; `make live-ray` installs one and runs these tests")
-    port = free_port()
-    own = {
-        "PYTHONPATH": RAY,
-        "H2D_RAY_PLATFORM": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_usage_threshold": "1",
-    }
-    folder = tempfile.mkdtemp(prefix="h2d-ray-")  # short: there are sockets in it
-    start = f"--head --block --num-gpus 2 --num-cpus 2 --port {port} --temp-dir {folder}"
-    command = [str(live.python), "-m", "ray.scripts.scripts", "start", *start.split(), "--include-dashboard", "false"]
-    log = live.folder / "ray.log"
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            [*command, "--object-store-memory", "100000000"],
-            env=environment(own),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        assert eventually(lambda: b"Ray runtime started" in log.read_bytes(), 60), log.read_text()
-        address = re.search(r"Local node IP: ([\w.:]+)", log.read_text())
-        assert address, log.read_text()
-        yield Cluster({**own, "RAY_ADDRESS": f"{address[1]}:{port}"}, address[1], process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            shutil.rmtree(folder, ignore_errors=True)
+    with one_host(live) as cluster:
+        yield cluster
 
 
 def servers_of(server: Server) -> set[str]:
@@ -148,6 +105,32 @@ def test_engine_cores_of_data_parallelism_are_ray_s_too(live: Live, cluster: Clu
         assert len(servers_of(server)) == 1
         assert switched(server, "all", "off") < 2
         assert all(set(p["switches"].values()) == {False} for p in status(server)["processes"] if p["alive"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip: a second host is pretended")
+def test_a_worker_on_another_host_has_the_fixes_and_takes_switches(live: Live, reference: Answers) -> None:
+    name = "ray-hosts"
+    own = {**ALL, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0", "H2D_PATCH_SERVER": name}
+    with (
+        two_hosts(live, live.run_dir(name)) as cluster,
+        live.server(name, {**own, **cluster.environ}, TENSORS) as server,
+    ):
+        assert answers(server) == reference
+        assert [worker["rank"] for worker in workers(server)] == [0]  # what this host knows
+        assert [worker["rank"] for worker in workers_of(OTHER_HOST, server)] == [1]
+        assert eventually(lambda: set(IMAGE_FIXES) <= ran(workers_of(OTHER_HOST, server)[0]))
+        for word in ("off", "on"):
+            done = server.h2d_patch("switch", "all", word, "--ray", "--server", name)
+            assert done.returncode == 0, done.stdout + done.stderr
+            both = [*workers(server), *workers_of(OTHER_HOST, server)]
+            assert [set(worker["switches"].values()) for worker in both] == [{word == "on"}] * 2
+        assert server.ask(*QUESTIONS["image"]) == reference["image"]
+
+
+def workers_of(host: str, server: Server) -> list[dict[str, Any]]:
+    hosts = json.loads(server.h2d_patch("status", "--ray", "--json").stdout)["hosts"]
+    (found,) = (one["result"]["processes"] for one in hosts if one["host"] == host)
+    return [process for process in found if process["role"] == "worker"]
 
 
 def environ_of_ray(cluster: Cluster) -> str:
