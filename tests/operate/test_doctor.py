@@ -174,6 +174,30 @@ def test_whether_vllm_finds_the_plugin(
         assert len(findings) == 1
 
 
+def test_what_ray_s_workers_do_not_get_is_said_where_there_is_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("ray", "vllm/ray", "vllm/v1/engine"):
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "vllm/__init__.py").touch()
+    (tmp_path / "vllm/v1/__init__.py").touch()
+    (tmp_path / "vllm/v1/engine/core.py").write_text("load_general_plugins()\n")
+    copies = tmp_path / "vllm/ray/ray_env.py"
+    copies.write_text("RAY_NON_CARRY_OVER_ENV_VARS = set()\n\ndef get_env_vars_to_copy():\n    pass\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    environ = {"VLLM_CONFIG_ROOT": str(tmp_path)}
+    assert [one.level for one in installation.under_ray(environ)] == [OK]
+    (tmp_path / "ray_non_carry_over_env_vars.json").write_text('["H2D_PATCH"]')
+    (said,) = installation.under_ray(environ)
+    assert (said.level, said.do) == (WARNING, "take H2D_PATCH out of that file")
+    copies.write_text("def another():\n    pass\n")
+    assert "H2D_PATCH=1 ray start" in next(installation.under_ray(environ)).do
+    (tmp_path / "ray/__init__.py").unlink()
+    (tmp_path / "ray").rmdir()
+    assert not list(installation.under_ray(environ))
+
+
 def test_two_copies_of_the_package_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "h2d_patch").mkdir()
     (tmp_path / "h2d_patch/__init__.py").touch()

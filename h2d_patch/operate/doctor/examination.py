@@ -47,6 +47,7 @@ def examine(environ: Mapping[str, str] | None = None, patience_s: float = PATIEN
     look("variables", read_environment)
     look("plugin", lambda: installation.plugin(env))
     look("versions", read_versions)
+    look("Ray", lambda: installation.under_ray(env))
     run = servers.Running()
     look("run directory", lambda: servers.run_directory(seen.asked.settings.run_dir, run))
     look("variables", lambda: environment.variables(env, patched=run.is_patched))

@@ -18,6 +18,7 @@ from ...releases import shipped
 from ...report.check import Site
 from ...report.status import ENTRY_POINT
 from ...settings import ConfigurationError
+from ..ray_advice import advice
 from .finding import OK, PROBLEM, WARNING, Finding
 
 _NAME, _GROUP, _FUNCTION = "h2d-patch", "vllm.general_plugins", "h2d_patch.plugin:register"
@@ -91,6 +92,18 @@ def release(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 _JUDGED = "what h2d-patch check says of it holds; a later h2d_patch may know more"
+
+
+def under_ray(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether our variables reach Ray's workers with this vLLM, where Ray is installed."""
+    if importlib.util.find_spec("ray") is None:
+        return
+    with contextlib.suppress(ConfigurationError):  # no vLLM: said elsewhere
+        found = advice(environ, Site())
+        for one in found:
+            yield Finding(WARNING, "Ray", one.why, one.do)
+        if not found:
+            yield Finding(OK, "Ray", "our variables reach the workers of this vLLM's Ray executors")
 
 
 def _distributions() -> dict[Path, metadata.Distribution]:
