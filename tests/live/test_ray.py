@@ -7,16 +7,13 @@ Ray runs without our variables, as an operator's cluster does, so that a worker 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import IMAGE_FIXES, QUESTIONS, Answers, Live, Server, answers
-from ray_cluster import OTHER_HOST, RAY, Cluster, one_host, two_hosts
+from ray_cluster import RAY, Cluster, one_host
 from test_server import ALL, eventually, ran, status, target, workers
 
 pytestmark = [
@@ -105,32 +102,6 @@ def test_engine_cores_of_data_parallelism_are_ray_s_too(live: Live, cluster: Clu
         assert len(servers_of(server)) == 1
         assert switched(server, "all", "off") < 2
         assert all(set(p["switches"].values()) == {False} for p in status(server)["processes"] if p["alive"])
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip: a second host is pretended")
-def test_a_worker_on_another_host_has_the_fixes_and_takes_switches(live: Live, reference: Answers) -> None:
-    name = "ray-hosts"
-    own = {**ALL, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0", "H2D_PATCH_SERVER": name}
-    with (
-        two_hosts(live, live.run_dir(name)) as cluster,
-        live.server(name, {**own, **cluster.environ}, TENSORS) as server,
-    ):
-        assert answers(server) == reference
-        assert [worker["rank"] for worker in workers(server)] == [0]  # what this host knows
-        assert [worker["rank"] for worker in workers_of(OTHER_HOST, server)] == [1]
-        assert eventually(lambda: set(IMAGE_FIXES) <= ran(workers_of(OTHER_HOST, server)[0]))
-        for word in ("off", "on"):
-            done = server.h2d_patch("switch", "all", word, "--ray", "--server", name)
-            assert done.returncode == 0, done.stdout + done.stderr
-            both = [*workers(server), *workers_of(OTHER_HOST, server)]
-            assert [set(worker["switches"].values()) for worker in both] == [{word == "on"}] * 2
-        assert server.ask(*QUESTIONS["image"]) == reference["image"]
-
-
-def workers_of(host: str, server: Server) -> list[dict[str, Any]]:
-    hosts = json.loads(server.h2d_patch("status", "--ray", "--json").stdout)["hosts"]
-    (found,) = (one["result"]["processes"] for one in hosts if one["host"] == host)
-    return [process for process in found if process["role"] == "worker"]
 
 
 def environ_of_ray(cluster: Cluster) -> str:
