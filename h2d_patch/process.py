@@ -27,6 +27,7 @@ from . import __version__, roles
 from .manifest import Fix, Manifest, load
 from .operate import control, ray_env
 from .operate.alternation import Alternation
+from .operate.ray_forms import make_absolute
 from .operate.switches import Switches
 from .patching.install import build_rewrite, install_replacement, original_code
 from .patching.locate import Located, describe, locate, overriding, subclasses, when_loaded
@@ -477,7 +478,7 @@ def start() -> None:
         logger.info("h2d_patch %s: %s (h2d-patch status)%s", __version__, chosen, unknown and f"; {unknown}")
     with _nothing_escapes("start-up"):
         current.poll()
-        ray_env.make_absolute(os.environ)
+        make_absolute(os.environ)
         current.watch()
         current.writer.start()
         atexit.register(lambda: current.writer.write() if current is not None else None)

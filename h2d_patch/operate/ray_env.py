@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import wrapt
@@ -32,18 +32,8 @@ from .ray_forms import (
 )
 
 MODULES = NAMES_MODULE, VALUES_MODULE
-# Files that a process with another working directory must find too.
-PATHS = "H2D_PATCH_MANIFEST", "H2D_PATCH_PROFILE", "H2D_PATCH_RUN_DIR"
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
-
-
-def make_absolute(environ: MutableMapping[str, str]) -> None:
-    """Paths relative to this process's directory, made absolute: Ray's workers have another. `~` is each host's own."""
-    for name in PATHS:
-        value = environ.get(name, "").strip()
-        if value and not value.startswith(("/", "~")):
-            environ[name] = os.path.abspath(value)
 
 
 class _Carrying(wrapt.FunctionWrapper):  # type: ignore[type-arg]

@@ -8,7 +8,8 @@ Read off the sources of every release from 0.8.0 to 0.33.0 (docs/many.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, MutableMapping
 
 NAMES_MODULE, NAMES_FUNCTION, NAMES_EXCLUDED = "vllm.ray.ray_env", "get_env_vars_to_copy", "exclude_vars"
 NAMES_KEPT_BACK = "RAY_NON_CARRY_OVER_ENV_VARS"
@@ -22,8 +23,18 @@ KEPT_BACK_FILE = "ray_non_carry_over_env_vars.json"
 
 ON_THE_NODES = "set H2D_PATCH where Ray is started, on each node: H2D_PATCH=1 ray start …"
 _PREFIX = "H2D_PATCH"
+# Files that a process with another working directory must find too.
+PATHS = "H2D_PATCH_MANIFEST", "H2D_PATCH_PROFILE", "H2D_PATCH_RUN_DIR"
 
 
 def ours(names: Iterable[str]) -> set[str]:
     """Those of the names that are our variables'."""
     return {name for name in names if name == _PREFIX or name.startswith(f"{_PREFIX}_")}
+
+
+def make_absolute(environ: MutableMapping[str, str]) -> None:
+    """Paths relative to this process's directory, made absolute: Ray's workers have another. `~` is each host's own."""
+    for name in PATHS:
+        value = environ.get(name, "").strip()
+        if value and not value.startswith(("/", "~")):
+            environ[name] = os.path.abspath(value)

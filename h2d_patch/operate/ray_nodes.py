@@ -20,6 +20,7 @@ from typing import Any
 
 from ..report.state import read_states
 from ..settings import ConfigurationError, run_dir
+from .ray_forms import make_absolute
 
 PATIENCE_S = 60.0  # a host on which Ray has to start a process first takes a few seconds
 _COMMAND_S = 30.0
@@ -58,7 +59,8 @@ def everywhere(arguments: Sequence[str], only: Mapping[str, Any] | None = None) 
         said = str(error).strip().splitlines()[0]
         raise ConfigurationError(f"--ray: {said}; expected a running cluster, on this host or in RAY_ADDRESS") from None
     try:
-        environ = {"H2D_PATCH_RUN_DIR": os.environ["H2D_PATCH_RUN_DIR"]} if "H2D_PATCH_RUN_DIR" in os.environ else {}
+        environ = {name: value for name, value in os.environ.items() if name == "H2D_PATCH_RUN_DIR"}
+        make_absolute(environ)
         task = ray.remote(num_cpus=0, max_retries=0)(here)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         started = [

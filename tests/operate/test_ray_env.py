@@ -259,7 +259,7 @@ def test_paths_are_made_absolute_and_others_left() -> None:
         "H2D_PATCH_RUN_DIR": "/run/h2d",
         "H2D_PATCH": "a,b",
     }
-    ray_env.make_absolute(environ)
+    forms.make_absolute(environ)
     assert environ == {
         "H2D_PATCH_MANIFEST": str(Path.cwd() / "own.toml"),
         "H2D_PATCH_PROFILE": "~/profile.json",
