@@ -150,6 +150,8 @@ def _one_round(old: Form, new: Form, given: tuple[str, ...], device: torch.devic
             torch.cuda.synchronize(device)
         if ledger.error is not None:
             raise SelfTestFailed(f"a copy function raised {last_line(ledger.error)}")
+        if not ledger.calls:
+            raise SelfTestFailed("the fixed form calls no copy function, and so mends nothing")
         if difference := _difference(expected, result) or _difference(made.destinations, ours.destinations):
             raise SelfTestFailed(difference)
         if on_cpu or ledger.fallbacks or elapsed_ms < WAITED_MS:

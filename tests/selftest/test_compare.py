@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 from h2d_patch import copies  # noqa: E402
 from h2d_patch.copies.call import falling_back  # noqa: E402
 from h2d_patch.manifest import load  # noqa: E402
+from h2d_patch.patching.pattern import parse_put  # noqa: E402
 from h2d_patch.patching.recognise import Target  # noqa: E402
 from h2d_patch.selftest.compare import SelfTestFailed, run  # noqa: E402
 from h2d_patch.selftest.stand_ins import GivenError, StandIns, parse  # noqa: E402
@@ -106,6 +108,14 @@ def test_a_replacement_that_loses_structure_fails_the_self_test(spoil: Any) -> N
 def test_a_replacement_is_compared_with_the_release_s_own_function() -> None:
     with pytest.raises(SelfTestFailed):
         run(NESTED, copies.EXPORTS, CPU, original=lambda tensors, device: [])
+
+
+@pytest.mark.parametrize("put", ["SRC[:]", "to_device(SRC, DEV) if 0 else SRC"])
+def test_a_fixed_form_that_calls_no_copy_function_fails_the_self_test(put: str) -> None:
+    (part,) = TO_DEVICE.rewrites
+    exchanged = dataclasses.replace(part, put=parse_put(put, part.find, copies.EXPORTS))
+    with pytest.raises(SelfTestFailed, match="calls no copy function"):
+        run(dataclasses.replace(TO_DEVICE, rewrites=(exchanged,)), copies.EXPORTS, CPU)
 
 
 def test_a_target_without_stand_ins_is_not_tested() -> None:
