@@ -31,8 +31,8 @@ lint: .venv/made
 	.venv/bin/ruff format --check h2d_patch tests tools bench
 	.venv/bin/mypy
 
-releases: .venv/made  ## look at every vLLM release: the table in the package, docs/releases.md, what changed (fetches 12 GB once, keeps 1.5)
-	.venv/bin/python tools/releases.py
+releases: .venv/made environment  ## look at every vLLM release: the table in the package, docs/releases.md, what changed (fetches 12 GB once, keeps 1.5)
+	.venv/bin/python tools/releases.py --python $(LIVE)/bin/python
 	.venv/bin/python tools/fix_pages.py
 
 docs: .venv/made  ## the pages of docs/fixes, from patches.toml and the table of releases

@@ -32,14 +32,14 @@ def cache() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache/h2d-patch/sources"
 
 
-def fetch(release: str) -> Path:
-    """The folder that holds that release's `vllm` package, downloaded if it is not there. Raises FetchFailed."""
-    wanted = cache() / f"vllm-{release}"
+def fetch(release: str, distribution: str = "vllm") -> Path:
+    """The folder that holds that release's package, downloaded if it is not there. Raises FetchFailed."""
+    wanted = cache() / f"{distribution}-{release}"
     if wanted.is_dir():
         return wanted
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=wanted.parent, prefix=f".vllm-{release}-") as scratch:
-        wheel, said = download(release, Path(scratch))
+    with tempfile.TemporaryDirectory(dir=wanted.parent, prefix=f".{distribution}-{release}-") as scratch:
+        wheel, said = download(release, Path(scratch), distribution)
         half = Path(scratch) / "half"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(half, [n for n in archive.namelist() if n.endswith(".py") or ".dist-info/" in n])
@@ -58,16 +58,16 @@ def is_yanked(folder: Path) -> bool:
     return (folder / _YANKED).exists()
 
 
-def download(release: str, folder: Path) -> tuple[Path, str]:
+def download(release: str, folder: Path, distribution: str = "vllm") -> tuple[Path, str]:
     """The wheel of that release, for whatever Python it was built (nothing of it is run), and what pip warned of."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
     command += ["--no-cache-dir", "--only-binary=:all:", "--ignore-requires-python"]
-    command += ["-d", str(folder), f"vllm=={release}"]
+    command += ["-d", str(folder), f"{distribution}=={release}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise FetchFailed(f"vLLM {release}: pip exited {done.returncode} and said: {said[:400]}")
+        raise FetchFailed(f"{distribution} {release}: pip exited {done.returncode} and said: {said[:400]}")
     return wheels[0], done.stderr
 
 

@@ -1,12 +1,13 @@
 """Look at every vLLM release: the table that h2d_patch ships, docs/releases.md, and what changed since the last time.
 
-    make releases        (.venv/bin/python tools/releases.py [--drop] [--offline] [--jobs N])
+    make releases        (.venv/bin/python tools/releases.py [--drop] [--offline] [--jobs N] [--python PATH])
 
 Asks the package index for vLLM's final releases, fetches those that are not in the cache of tools/fetch_release.py
 (only their sources are kept), runs `h2d-patch check` on each, and writes h2d_patch/releases.json and
 docs/releases.md, the same for the same manifest and releases. A new release takes this command and a commit. What was
-yanked when it was fetched is left aside. Exit status 1 where a release was refused, could not be had, or took longer
-than 3 s. Standard library and h2d_patch only.
+yanked when it was fetched is left aside. With --python, every function to which a fix applies is executed, with the fix
+and without (tests/executed). Exit status 1 where a release was refused, could not be had, or took longer than 3 s, or
+where a fixed function did something else. Standard library and h2d_patch only.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from h2d_patch.releases import FILE, LETTERS, NONE, SCHEMA, Release, Releases, n
 from h2d_patch.report.check import Checked, Site, check  # noqa: E402
 
 PAGE = ROOT / "docs/releases.md"
+EXECUTED = ROOT / "tests/executed/executed.json"
 OLDEST = Version("0.8.0")  # the first with the V1 engine as its default, which is what the fixes are for
 MOST_S = 3.0
 
@@ -80,10 +82,10 @@ def look_at(release: str, drop: bool = False, offline: bool = False) -> Looked:
         if is_yanked(folder):
             return Looked(release, yanked=True)
         manifest = load()
-        start = time.perf_counter()
+        start = time.process_time()  # a machine may be busy with something else
         site = Site(folder)
         rows = list(check(manifest, site, releases=Releases()))
-        looked = Looked(release, rows, time.perf_counter() - start)
+        looked = Looked(release, rows, time.process_time() - start)
         if site.release() != release:
             looked.problem = f"vLLM {release}: its sources call themselves {site.release()}"
         return looked
@@ -105,6 +107,28 @@ def table(manifest: Manifest, looked: Iterable[Looked]) -> Releases:
                 sources[target.function] = row.source
         known[Version(one.release)] = Release(sources, verdicts)
     return Releases(dict(sorted(known.items())))
+
+
+def applying(releases: Releases) -> dict[str, dict[str, list[Version]]]:
+    """Of each target the sources that it applies to, each with the releases that have it."""
+    found: dict[str, dict[str, list[Version]]] = {}
+    for version, release in releases.known.items():
+        for name, verdict in release.verdicts.items():
+            sources = found.setdefault(name, {})
+            if verdict is Verdict.APPLIES:
+                sources.setdefault(release.sources[name.split()[1]] or "", []).append(version)
+    return found
+
+
+def fewest(sources: Mapping[str, Mapping[str, Iterable[Version]]]) -> list[str]:
+    """As few releases as have every source of every target, those with the most that no other has first."""
+    left = [set(releases) for each in sources.values() for releases in each.values()]
+    chosen: list[Version] = []
+    while left:
+        counts = collections.Counter(release for releases in left for release in releases)
+        chosen.append(max(counts, key=lambda release: (counts[release], release)))
+        left = [releases for releases in left if chosen[-1] not in releases]
+    return [str(release) for release in chosen]
 
 
 def dump(releases: Releases) -> str:
@@ -144,8 +168,29 @@ def spans(releases: Iterable[Version], among: Iterable[Version]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
+def recorded() -> dict[str, dict[str, str]]:
+    """Of each target and source, whether tests/executed ran it: "yes", "yes; but for …" or "no: …"."""
+    try:
+        executed: dict[str, dict[str, str]] = json.loads(EXECUTED.read_text(encoding="utf-8"))["executed"]
+    except FileNotFoundError:
+        return {}
+    return executed
+
+
+def _executed(sources: Iterable[str], said: Mapping[str, str]) -> str:
+    """How many of a target's forms were run, and what is said of those that were not, or not all."""
+    texts = [said.get(source, "no: it is new") for source in sources]
+    if not texts:
+        return ""
+    done = sum(text.startswith("yes") for text in texts)
+    count = "all" if done == len(texts) else f"{done} of"
+    reasons = dict.fromkeys(text.removeprefix("no: ").removeprefix("yes; ") for text in texts if text != "yes")
+    return "; ".join([f"{count} {len(texts)}" if len(texts) > 1 else "yes" if done else "no", *reasons])
+
+
 def page(manifest: Manifest, releases: Releases) -> str:
     """docs/releases.md."""
+    sources, executed = applying(releases), recorded()
     fixes = [fix for fix in manifest.fixes.values() if any(True for _ in own(manifest, fix))]
     versions = list(releases.known)
     rows = {version: [_cell(manifest, fix, releases.known[version]) for fix in fixes] for version in versions}
@@ -161,6 +206,9 @@ def page(manifest: Manifest, releases: Releases) -> str:
         "- **upstream**: it has vLLM's own fix.",
         "- **–**: it has no such function, or nothing in it that this fix mends.",
         "- **refused**: its source is not one that we know, and stays as it is.",
+        "- **executed**: of how many of the forms that a function has, where the fix applies to it,",
+        "  the release's own and the fixed one were run on the same inputs, and gave and did the same. On the CPU,",
+        "  with stand-ins for all that the function touches ([`tests/executed`](../tests/executed/proof.py)).",
         "",
         "What is installed decides, not this page. Where a function is not the release's own, because a vendor patched",
         "it, `h2d-patch check` and `h2d-patch status` say so, and it is judged by what its source means. A release",
@@ -178,13 +226,21 @@ def page(manifest: Manifest, releases: Releases) -> str:
                 spans((v for v, release in releases.known.items() if release.verdicts[name] is verdict), versions)
                 for verdict in (Verdict.APPLIES, Verdict.UPSTREAM, Verdict.REFUSED)
             ]
-            cells.append([f"`{target.module}`<br>`{target.qualname}`", *found, target.supersedes or target.note or ""])
-        columns = ["function", "applies", "upstream", "refused", "note"]
-        filled = [column for column in range(5) if column < 2 or any(row[column] for row in cells)]
-        lines += table_lines([columns[c] for c in filled], [[row[c] or "–" * (c < 4) for c in filled] for row in cells])
-        others = [f"`{t.function}`" for t in fix.targets if t.module.partition(".")[0] != "vllm"]
+            run = _executed(sources[name], executed.get(name, {}))
+            note = target.supersedes or target.note or ""
+            cells.append([f"`{target.module}`<br>`{target.qualname}`", *found, run, note])
+        columns = ["function", "applies", "upstream", "refused", "executed", "note"]
+        filled = [column for column in range(6) if column < 2 or any(row[column] for row in cells)]
+        lines += table_lines([columns[c] for c in filled], [[row[c] or "–" * (c < 5) for c in filled] for row in cells])
+        others = [target.function for target in fix.targets if target.module.partition(".")[0] != "vllm"]
         if others:
-            lines += ["", f"And, of whatever version is installed beside vLLM: {', '.join(others)}."]
+            done = [executed.get(f"{fix.id} {function}", {}) for function in others]
+            texts = [f"`{one}` ({_executed(said, said) or 'no'})" for one, said in zip(others, done, strict=True)]
+            lines += [
+                "",
+                "And, of whatever version is installed beside vLLM, executed as those that vLLM asks for have",
+            ]
+            lines += [f"them: {', '.join(texts)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -255,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drop", action="store_true", help="remove sources that were fetched, once they are read")
     parser.add_argument("--offline", action="store_true", help="the releases of the table there is, from the cache")
+    parser.add_argument("--python", metavar="PATH", help="an interpreter with torch and Triton, to run every form with")
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), metavar="N")
     options = parser.parse_args(arguments)
     manifest = load()
@@ -287,6 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         after = table(manifest, seen)
         FILE.write_text(dump(after), encoding="utf-8")
+        if options.python and subprocess.run([options.python, EXECUTED.with_name("record.py")], check=False).returncode:
+            problems.append("not every form was executed as it should be")
         PAGE.write_text(page(manifest, after), encoding="utf-8")
         slowest = max(seen, key=lambda one: one.seconds)
         print(f"{len(seen)} releases; the slowest, {slowest.release}, took {slowest.seconds:.2f} s")
