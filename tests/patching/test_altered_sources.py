@@ -1,7 +1,7 @@
 """Real functions with something changed in them, as vendors do: what kept its meaning applies, all else is refused.
 
 Each alteration is made in the syntax tree, at the place where the fix would go in, of one release's own function for
-each form that a fix has.
+each target of the manifest.
 """
 
 from __future__ import annotations
@@ -22,35 +22,55 @@ from h2d_patch.manifest import load
 from h2d_patch.patching.pattern import Match, _statements, parse_inside
 from h2d_patch.patching.recognise import Recognition, Target, recognise_statically
 from h2d_patch.patching.rewrite import ModuleSource
+from h2d_patch.releases import named, shipped
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from fetch_release import fetch
+from releases import applying, fewest
 
 pytestmark = pytest.mark.releases
 
-# Form of the fix → release, fix, function. How the manifest describes them: "whole" functions are replaced; of an
-# expression it says in which statement it stands ("placed"), or not ("free"); a "loop" is exchanged as statements.
-_VL = "vllm.model_executor.models"
-SITES = {
-    "nested tensors": ("whole", "0.22.1", "multimodal-h2d", "vllm.multimodal.inputs:_nested_tensors_h2d"),
-    "rope": ("placed", "0.22.1", "vision-rope", f"{_VL}.qwen3_vl:Qwen3_VisionTransformer.rot_pos_emb"),
-    "six copies": ("placed", "0.19.1", "vision-h2d", f"{_VL}.qwen2_5_vl:Qwen2_5_VisionTransformer.forward"),
-    "four copies": ("placed", "0.22.1", "vision-h2d", f"{_VL}.qwen2_5_vl:Qwen2_5_VisionTransformer.prepare_encoder_metadata"),
-    "in a loop": ("placed", "0.22.1", "vision-h2d", f"{_VL}.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration._postprocess_image_embeds_evs"),
-    "in a dictionary": ("free", "0.22.1", "vision-h2d", f"{_VL}.qwen2_vl:Qwen2VisionTransformer.prepare_encoder_metadata"),
-    "M-RoPE": ("placed", "0.22.1", "mrope-positions", "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs"),
-    "plan": ("free", "0.22.1", "flashinfer-plan", "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.build"),
-    "page table": ("placed", "0.22.1", "flashinfer-plan", "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata"),
-    "swap 0.11": ("loop", "0.11.0", "kv-swap", "vllm.v1.kv_offload.worker.cpu_gpu:CpuGpuOffloadingHandler.transfer_async"),
-    "swap 0.14": ("loop", "0.14.1", "kv-swap", "vllm.v1.kv_offload.worker.cpu_gpu:SingleDirectionOffloadingHandler.transfer_async"),
-    "swap 0.19": ("loop", "0.19.1", "kv-swap", "vllm.v1.kv_offload.worker.cpu_gpu:SingleDirectionOffloadingHandler.transfer_async"),
-    "swap 0.20": ("placed", "0.20.2", "kv-swap", "vllm.v1.kv_offload.worker.cpu_gpu:SingleDirectionOffloadingHandler.transfer_async"),
-    "swap 0.22": ("placed", "0.22.1", "kv-swap", "vllm.v1.kv_offload.cpu.gpu_worker:SingleDirectionOffloadingHandler.transfer_async"),
-    "swap 0.26": ("placed", "0.26.0", "kv-swap", "vllm.v1.kv_offload.cpu.gpu_worker:SingleDirectionOffloadingHandler.transfer_async"),
-    "blocks 0.22": ("placed", "0.22.1", "kv-swap", "vllm.v1.simple_kv_offload.cuda_mem_ops:copy_blocks"),
-    "blocks 0.33": ("placed", "0.33.0", "kv-swap", "vllm.v1.simple_kv_offload.cuda_mem_ops:copy_blocks"),
-}  # fmt: skip
+# How the manifest describes a target: "whole" functions are replaced; of an expression it says in which statement it
+# stands ("placed"), or not ("free"); a "loop" is exchanged as statements.
 FORMS = ("whole", "placed", "free", "loop")
+FLASHINFER = {"0.22.1": "0.6.11.post2"}  # a release and the version that it asks for
+
+
+@dataclass(frozen=True)
+class Place:
+    """A target of the manifest and a release that it applies to."""
+
+    target: Target
+    release: str
+
+    @property
+    def form(self) -> str:
+        if self.target.replace:
+            return "whole"
+        rewrite = self.target.rewrites[0]
+        if rewrite.find.expression is None:
+            return "loop"
+        return "free" if rewrite.inside is None else "placed"
+
+    @functools.cached_property
+    def source(self) -> ModuleSource:
+        of_vllm = self.target.module.startswith("vllm.")
+        folder = fetch(self.release) if of_vllm else fetch(FLASHINFER[self.release], "flashinfer-python")
+        path = folder / f"{self.target.module.replace('.', '/')}.py"
+        return ModuleSource(path.read_bytes(), str(path))
+
+
+@functools.cache
+def places() -> dict[str, Place]:
+    """Every target, by its name in the table, with a release that others are looked at in too."""
+    targets, sources = dict(named(load().targets())), applying(shipped())
+    few = fewest(sources)
+    found = {}
+    for name, target in targets.items():
+        releases = {str(release) for each in sources[name].values() for release in each}
+        found[name] = Place(target, next(release for release in few if release in releases))
+    beside = [(fix, target) for fix, target in load().targets() if not target.module.startswith("vllm.")]
+    return found | {f"{fix.id} {target.function}": Place(target, *FLASHINFER) for fix, target in beside}
 
 
 class NotThere(Exception):
@@ -61,9 +81,9 @@ class Altered:
     """A copy of one function of a release, and the first place in it that its fix would exchange."""
 
     def __init__(self, site: str) -> None:
-        self.form, release, fix, function = SITES[site]
-        self.release = Version(release)
-        self.target, source, definition = found(release, fix, function)
+        place = places()[site]
+        self.form, self.release, self.target, source = place.form, Version(place.release), place.target, place.source
+        definition = source.named(self.target.qualname)[-1]
         self.function = copy.deepcopy(definition)
         self.before: list[ast.stmt] = []  # what stands in the class before the function
         if any(rewrite.needs() for rewrite in self.target.rewrites):
@@ -133,19 +153,6 @@ class Altered:
 
     def judged(self) -> Recognition:
         return recognise_statically(self.target, ModuleSource(self.text().encode(), "altered.py"), self.release)
-
-
-@functools.cache
-def found(release: str, fix: str, function: str) -> tuple[Target, ModuleSource, Any]:
-    """The target of that function which applies to the release, the module and the definition."""
-    path = fetch(release) / (function.partition(":")[0].replace(".", "/") + ".py")
-    source = ModuleSource(path.read_bytes(), str(path))
-    for owner, target in load().targets():
-        if (owner.id, target.function) == (fix, function):
-            result = recognise_statically(target, source, Version(release))
-            if result.verdict.value == "applies":
-                return target, source, source.named(target.qualname)[0]
-    raise AssertionError(f"{fix} does not apply to {function} in {release}")
 
 
 def called(call: ast.Call) -> str:
@@ -223,8 +230,25 @@ def statement_beside(a: Altered) -> None:
 
 def other_device(a: Altered) -> None:
     """Expressions for which the manifest has a wildcard."""
+    if not _device_is_free(a):
+        raise NotThere("the manifest names the device")
+    _on_another_device(a)
+
+
+def other_device_than_is_named(a: Altered) -> None:
+    if _device_is_free(a):
+        raise NotThere("any device will do")
+    _on_another_device(a)
+
+
+def _device_is_free(a: Altered) -> bool:
     if called(a.call) != "to":
         raise NotThere("no device is named")
+    device = a.call.args[0] if a.call.args else a.call.keywords[0].value
+    return a.match is not None and any(bound is device for bound in a.match.bound.values())
+
+
+def _on_another_device(a: Altered) -> None:
     other = ast.parse("self.config.device_of(rank=0)", mode="eval").body
     if a.call.args:
         a.call.args[0] = other
@@ -364,7 +388,8 @@ def upstream_s_fix_beside_it(a: Altered) -> None:
 
 
 def half_of_upstream_s_fix(a: Altered) -> None:
-    if len(a.target.rewrites) < 2 or not all(rewrite.upstream for rewrite in a.target.rewrites):
+    fixes = {rewrite.upstream[0].text if rewrite.upstream else None for rewrite in a.target.rewrites}
+    if len(fixes) < 2 or None in fixes:
         raise NotThere("there is one thing to fix")
     a.exchange(ast.parse(a.target.rewrites[0].upstream[0].text, mode="eval").body)
 
@@ -393,7 +418,7 @@ def renamed_attribute_that_ours_needs(a: Altered) -> None:
 class Alteration:
     change: Callable[[Altered], None]
     verdicts: dict[str, str]  # by the form of the fix; forms that are not here are not tried
-    but: dict[str, str]  # by site, where it is another
+    but: dict[str, str]  # by target, where it is another
 
 
 def _of(change: Callable[[Altered], None], *verdicts: str, but: dict[str, str] | None = None) -> Alteration:
@@ -405,9 +430,17 @@ def _of(change: Callable[[Altered], None], *verdicts: str, but: dict[str, str] |
 A, R, U, N = "applies", "refused", "upstream", "absent"
 # The manifest leaves open what any copy of that kind may have (its source, its device) and what is handed on to the
 # release's own call (the arguments of a plan). Of a free expression, it does not matter where it stands.
-HANDED_ON = {"plan": A}
+HANDED_ON = {"flashinfer-plan vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.build": A}
 # A keyword that `swap_blocks` does not know, it hands on too, and does nothing itself.
-LEFT_TO_IT = {**HANDED_ON, "swap 0.20": A, "swap 0.22": A, "swap 0.26": A}
+_TRANSFER = "SingleDirectionOffloadingHandler.transfer_async"
+LEFT_TO_IT = {
+    **HANDED_ON,
+    f"kv-swap vllm.v1.kv_offload.worker.cpu_gpu:{_TRANSFER} #3": A,
+    f"kv-swap vllm.v1.kv_offload.cpu.gpu_worker:{_TRANSFER}": A,
+    f"kv-swap vllm.v1.kv_offload.cpu.gpu_worker:{_TRANSFER} #2": A,
+}
+_BATCH = "kv-swap vllm.v1.simple_kv_offload.cuda_mem_ops:copy_blocks"
+ANY_NAME = {_BATCH: A, f"{_BATCH} #2": A}  # with the arguments of the driver's batch
 ALTERATIONS = [
     _of(nothing, A),
     _of(docstring, A),
@@ -420,7 +453,8 @@ ALTERATIONS = [
     _of(statement_before, R, A, A, A),
     _of(reordered, R, A, A, A),
     _of(statement_beside, "", A, A, A),
-    _of(other_device, R, A, A, ""),
+    _of(other_device, "", A, A, ""),
+    _of(other_device_than_is_named, R, R, R, ""),
     _of(other_source, "", A, A, ""),
     _of(other_buffer, "", R, R, R),
     _of(second_copy, "", R, R, R),
@@ -430,7 +464,7 @@ ALTERATIONS = [
     _of(keyword_gone, R),
     _of(further_keyword, R, but=LEFT_TO_IT),
     _of(further_argument, R, but=HANDED_ON),
-    _of(other_function, R, but={"blocks 0.22": A, "blocks 0.33": A}),  # any, with the arguments of the driver's batch
+    _of(other_function, R, but=ANY_NAME),
     _of(other_columns, "", R, R, ""),
     _of(condition_around, "", R, A, R),
     _of(stream_around, "", R, A, A),  # loops stand under a stream, and copy on whichever is current
@@ -452,8 +486,8 @@ ALTERATIONS = [
 @pytest.mark.parametrize("alteration", ALTERATIONS, ids=lambda alteration: alteration.change.__name__)
 def test_an_altered_function_is_judged_by_what_it_means(alteration: Alteration) -> None:
     wrong, tried = [], 0
-    for site, (form, *_) in SITES.items():
-        if form not in alteration.verdicts:
+    for site, place in places().items():
+        if place.form not in alteration.verdicts:
             continue
         altered = Altered(site)
         try:
@@ -462,12 +496,14 @@ def test_an_altered_function_is_judged_by_what_it_means(alteration: Alteration) 
             continue
         tried += 1
         found = altered.judged()
-        expected = alteration.but.get(site, alteration.verdicts[form])
+        expected = alteration.but.get(site, alteration.verdicts[place.form])
         if found.verdict.value != expected or not (found.reason or expected == A):
             wrong.append(f"{site}: {found.verdict.value} ({found.reason}), not {expected}\n{altered.text()}")
     assert not wrong, "\n\n".join(wrong)
     assert tried, "on no function of any release"
 
 
-def test_there_are_at_least_thirty_alterations() -> None:
+def test_there_are_at_least_thirty_alterations_of_every_target() -> None:
     assert len({alteration.change for alteration in ALTERATIONS}) >= 30
+    assert {name for alteration in ALTERATIONS for name in alteration.but} <= set(places())
+    assert len(places()) == len(list(load().targets()))
