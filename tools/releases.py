@@ -238,9 +238,9 @@ def page(manifest: Manifest, releases: Releases) -> str:
             texts = [f"`{one}` ({_executed(said, said) or 'no'})" for one, said in zip(others, done, strict=True)]
             lines += [
                 "",
-                "And, of whatever version is installed beside vLLM, executed as those that vLLM asks for have",
+                "And, of whatever version is installed beside vLLM (in brackets: of how many of its forms, in the",
             ]
-            lines += [f"them: {', '.join(texts)}."]
+            lines += [f"versions that vLLM asks for, it was executed): {', '.join(texts)}."]
     return "\n".join(lines) + "\n"
 
 
