@@ -8,8 +8,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from h2d_patch.cli import _parser
 from h2d_patch.manifest import load
+from h2d_patch.operate.ab_report import MEASURES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -120,3 +123,18 @@ def test_every_command_and_variable_is_described() -> None:
     ):
         assert f"`{name}`" in README
     assert all(fix in README + (ROOT / "CHANGELOG.md").read_text() for fix in load().fixes)
+
+
+def test_the_table_of_an_a_b_is_that_of_the_result_file() -> None:
+    found = result("ab_kv_offload.json")
+    text = (ROOT / "docs/ab.md").read_text(encoding="utf-8")
+    for measure in MEASURES:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{measure.name}  ")]
+        kept = [one for one in found["ab"]["measured"] if not one["left_out"]]
+        means = [statistics.mean(one[measure.key] for one in kept if one["on"] is on) for on in (False, True)]
+        ratio = found["ab"]["on_against_off"][measure.key]
+        numbers = [float(number) for number in re.findall(r"[\d.]+", line.removeprefix(measure.name))]
+        expected = [*(mean * measure.scale for mean in means), ratio["ratio"], ratio["low"], ratio["high"]]
+        assert all(a == pytest.approx(b, rel=1e-3, abs=6e-4) for a, b in zip(numbers, expected, strict=True)), line
+    by_hand = found["switched"]["on_against_off"]["median"]
+    assert f"gives {by_hand:.1f} times the requests/s" in text

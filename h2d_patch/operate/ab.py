@@ -90,7 +90,7 @@ def run(directory: Path, plan: Plan, progress: Callable[[Measured], None] = lamb
     urls = _with_metrics(plan, notes)
     start = time.time() + _START_IN_S
     try:
-        slices = Slices(plan.fix, plan.slice_s, start, start, plan.settle_s, plan.same)
+        slices = Slices(plan.fix, plan.slice_s, start, None, plan.settle_s, plan.same)
     except ValueError as error:
         raise ConfigurationError(f"ab: {error}") from None
     outcome = Outcome(plan, name, states[0].content.get("vllm"), slices, notes=notes)

@@ -197,7 +197,9 @@ def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: float | None, scale: float) -> str:
-    return "" if value is None else f"{value * scale:.4g}"
+    if value is None:
+        return ""
+    return f"{value * scale:.0f}" if value * scale >= 1000 else f"{value * scale:.4g}"
 
 
 def _time(seconds: float | None) -> str:
