@@ -344,7 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         after = table(manifest, seen)
         FILE.write_text(dump(after), encoding="utf-8")
-        if options.python and subprocess.run([options.python, EXECUTED.with_name("record.py")], check=False).returncode:
+        run = [options.python, EXECUTED.with_name("executed_forms.py")]
+        if options.python and subprocess.run(run, check=False).returncode:
             problems.append("not every form was executed as it should be")
         PAGE.write_text(page(manifest, after), encoding="utf-8")
         slowest = max(seen, key=lambda one: one.seconds)

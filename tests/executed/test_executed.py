@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 import forms
 import torch
 import watched
+from executed_forms import FILE, document
 from forms import Form
 from proof import NotRun, prove, said, staging
-from record import FILE, document
 
 from h2d_patch import copies
 from h2d_patch.copies.call import falling_back

@@ -1,6 +1,6 @@
 """Run every form and write down, in executed.json, which were run and why others were not.
 
-    python tests/executed/record.py        (as `make releases` does; needs torch and Triton)
+    python tests/executed/executed_forms.py        (as `make releases` does; needs torch and Triton)
 
 Exit status 1, and nothing written, where a fixed function does something else than the release's own.
 """
@@ -29,7 +29,7 @@ def document(executed: Mapping[Form, str]) -> str:
     found: dict[str, dict[str, str]] = {}
     for form, text in executed.items():
         found.setdefault(form.target, {})[form.source] = text
-    return json.dumps({"about": "made by tests/executed/record.py", "executed": found}, indent=2) + "\n"
+    return json.dumps({"about": "made by tests/executed/executed_forms.py", "executed": found}, indent=2) + "\n"
 
 
 def main() -> int:
