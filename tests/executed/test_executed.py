@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 RECORDED = json.loads(FILE.read_text(encoding="utf-8"))["executed"]
 STALE = "executed.json is not of these forms and cases; `make releases` makes it anew"
 ONE = next(form for form in forms.forms() if "Qwen2VisionTransformer.rot_pos_emb" in form.target)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_go_again() -> Iterator[None]:
+    """Millions of objects: each collection of garbage would take as long as a test that comes later may."""
+    yield
+    forms.source_of.cache_clear()
+    forms._compiled.cache_clear()
 
 
 def test_every_form_of_the_table_is_recorded() -> None:

@@ -172,11 +172,11 @@ def test_an_a_b_of_20_slices_sees_no_difference_where_both_arms_are_the_original
     report = live.folder / "ab.json"
     command = ("ab", "mrope-positions", "--same", "--slice", "2s", "--slices", "20", "--json", str(report))
     with under_load(patched, reference) as load:
-        for _ in range(2):  # one report in twenty shows a difference that is none
+        for _ in range(2):  # one report in twenty shows a difference that is none; a busy machine loses slices
             done = patched.h2d_patch(*command, "--url", f"http://127.0.0.1:{patched.port}")
             found = json.loads(report.read_text())
             differences = [name for name, ratio in found["on_against_off"].items() if ratio and ratio["differs"]]
-            if not differences:
+            if not differences and found["pairs"] >= 8:
                 break
     assert done.returncode == 0 and not differences, done.stdout
     assert set(found["on_against_off"]) == {"requests_per_s", "tokens_per_s", "ttft_s", "itl_s", "host_time_s"}

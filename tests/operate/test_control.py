@@ -276,9 +276,9 @@ def test_a_lock_that_another_holds_is_waited_for_and_then_named(
 
 
 def test_files_of_servers_that_are_gone_are_cleaned_and_those_of_live_ones_stay(directory: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    state(directory, gone.pid, "gone")
-    gone.wait()
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    state(directory, gone.pid, "gone")  # while it lives
+    gone.communicate()
     state(directory, os.getpid())
     for name in (NAME, "gone", "never-seen"):
         update(directory, name, off("a"))

@@ -43,6 +43,16 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(autouse=True)
+def the_installed_vllm_comes_back() -> Iterator[None]:
+    """Whatever a release's modules have imported of their own."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
 class Vllm:
     """`vllm` from a release's sources, with only what the modules asked for here need of the rest."""
 

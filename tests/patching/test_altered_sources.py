@@ -10,7 +10,7 @@ import ast
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,23 @@ class Place:
             return "loop"
         return "free" if rewrite.inside is None else "placed"
 
-    @functools.cached_property
+    @property
     def source(self) -> ModuleSource:
-        of_vllm = self.target.module.startswith("vllm.")
-        folder = fetch(self.release) if of_vllm else fetch(FLASHINFER[self.release], "flashinfer-python")
-        path = folder / f"{self.target.module.replace('.', '/')}.py"
-        return ModuleSource(path.read_bytes(), str(path))
+        return source_of(self.release, self.target.module)
+
+
+@functools.cache
+def source_of(release: str, module: str) -> ModuleSource:
+    folder = fetch(release) if module.startswith("vllm.") else fetch(FLASHINFER[release], "flashinfer-python")
+    path = folder / f"{module.replace('.', '/')}.py"
+    return ModuleSource(path.read_bytes(), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_go_again() -> Iterator[None]:
+    """Millions of objects: each collection of garbage would take as long as a test that comes later may."""
+    yield
+    source_of.cache_clear()
 
 
 @functools.cache

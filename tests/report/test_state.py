@@ -58,9 +58,9 @@ def test_a_process_of_another_host_is_not_ours_to_judge(tmp_path: Path) -> None:
 
 
 def test_cleaning_removes_the_dead_and_what_a_killed_writer_left(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    dead = state(gone.pid)
-    gone.wait()
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dead = state(gone.pid)  # while it lives
+    gone.communicate()
     (tmp_path / "state-x-1.json").write_text(json.dumps(dead))
     (tmp_path / "state-x-2.json").write_text(json.dumps(state(os.getpid())))
     (tmp_path / ".old.tmp").touch()
