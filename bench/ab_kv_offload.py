@@ -154,7 +154,7 @@ class Bench:
             allowed=(0, 1),
         )
         found: dict[str, Any] = json.loads(report.read_text())
-        found["command"] = [Path(part).name if part.startswith("/") else part for part in found["command"]]
+        found["command"] = record.without_folders(found["command"])
         answered = self._answered("ab")
         for one in found["measured"]:
             begin = one["begin"] + options.settle

@@ -132,6 +132,7 @@ class Bench:
         command = self._ab(f"{options.slice:g}s", options.slices, "--json", str(report), "--", *self._load("same"))
         subprocess.run(command, env=dict(self._server.environ), check=False)
         found: dict[str, Any] = json.loads(report.read_text())
+        found["command"] = record.without_folders(found["command"])
         return found
 
     def _window(self, arm: str, seconds: float, length: str) -> Window:

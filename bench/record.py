@@ -22,6 +22,11 @@ def write(path: str, result: dict[str, Any]) -> None:
     print(f"wrote {path}", flush=True)
 
 
+def without_folders(command: Iterable[str]) -> list[str]:
+    """A command line as it would be typed where its files lie."""
+    return [Path(part).name if part.startswith("/") else part for part in command]
+
+
 def paired_ratios(pairs: Iterable[tuple[float | None, float | None]]) -> dict[str, Any]:
     """Of (off, on): on / off of each pair in which both are, their median, and where 95 % of resampled medians lie."""
     ratios = [on / off for off, on in pairs if off and on is not None]
