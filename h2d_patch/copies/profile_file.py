@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -234,13 +234,15 @@ def as_text(measured: Measured) -> str:
     return f'{head[:-2]},\n "cells": [\n{cells}\n ]\n}}\n'
 
 
-def load(path: Path) -> Measured:
+def load(path: Path, shipped: bool = False) -> Measured:
     """Read while a server starts, so from a regular file that nobody else can write.
 
+    `shipped`: part of the package, and trusted like its code, whoever may write where that is installed.
     Raises Unusable, and FileNotFoundError.
     """
     try:
-        text = owned.read(path, _MOST_BYTES, root=True, follow=True).decode("utf-8")
+        raw = path.read_bytes() if shipped else owned.read(path, _MOST_BYTES, root=True, follow=True)
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         raise
     except owned.NotOurs as refusal:
@@ -328,10 +330,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def usable(path: Path, key: Key, names: Iterable[str] | None = None) -> Measured:
-    """The profile in `path`, if its key is `key`, or alike in `names`. Raises Unusable, FileNotFoundError."""
-    measured = load(path)
-    for name in [field.name for field in fields(Key)] if names is None else names:
+def usable(path: Path, key: Key, shipped: bool = False) -> Measured:
+    """The profile in `path`, if its key is `key`, or `shipped` for such a one. Raises Unusable, FileNotFoundError."""
+    measured = load(path, shipped)
+    for name in _SHIPPED_FOR if shipped else [field.name for field in fields(Key)]:
         found, expected = getattr(measured.key, name), getattr(key, name)
         if found != expected:
             raise Unusable(f"profile {path}: {name}: expected {expected!r}, as on this device, found {_shown(found)}")
@@ -366,7 +368,7 @@ def find(key: Key, places: Places, shipped: Path = SHIPPED) -> tuple[Measured | 
             reasons.append(f"profile {path}: {error.strerror}; not used")
     for path in sorted(shipped.glob("*.json")):
         try:
-            return usable(path, key, _SHIPPED_FOR), f"shipped for {key.gpu}, {key.link}", reasons
+            return usable(path, key, shipped=True), f"shipped for {key.gpu}, {key.link}", reasons
         except (Unusable, OSError):  # another device's
             continue
     return None, "", reasons

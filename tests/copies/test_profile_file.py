@@ -239,6 +239,16 @@ def test_the_stored_one_comes_first_then_the_shipped_one(stored, measured, tmp_p
         assert find(replace(KEY, **{name: "other"}), places, shipped) == (None, "", [])
 
 
+def test_a_shipped_one_is_trusted_like_the_package_s_code_whoever_may_write_there(measured, tmp_path):
+    shipped = tmp_path / "shipped"
+    save(shipped / "x.json", measured)
+    (shipped / "x.json").chmod(0o664)  # as installed under a umask of 002
+    shipped.chmod(0o775)
+    assert find(KEY, Places(), shipped)[0] == measured
+    named = Places(shipped / "x.json")
+    assert find(KEY, named, tmp_path / "none")[0] is None
+
+
 def test_why_a_stored_one_is_not_used_is_said_and_the_shipped_one_is(stored, measured, tmp_path):
     shipped = tmp_path / "shipped"
     save(shipped / "x.json", measured)
