@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 LEAST_S, MOST_S = 1.0, 3600.0
+_LATEST = 1e11  # unix time; far beyond it, a float has no seconds
 SETTLE_SHARE = 0.2  # of a slice, where nobody says how long its first seconds are
 
 
@@ -32,8 +33,8 @@ class Slices:
             raise ValueError(f"slices of {self.slice_s} s; expected {LEAST_S:g} to {MOST_S:g} s")
         if not 0 <= self.settle_s < self.slice_s:
             raise ValueError(f"{self.settle_s} s of each slice left out; expected less than a slice, {self.slice_s} s")
-        if not all(map(math.isfinite, (self.start, self.stop or 0.0))):
-            raise ValueError(f"from {self.start} to {self.stop}; expected unix times")
+        if not all(0 <= moment <= _LATEST for moment in (self.start, self.stop or 0.0)):
+            raise ValueError("a start or a stop that is none; expected unix times")
 
     def number(self, now: float) -> int:
         """Of the slice that runs at unix time `now`; negative before the first."""

@@ -140,6 +140,13 @@ def test_what_belongs_to_another_user_is_refused(directory: Path, what: str) -> 
             {"ab": {"fix": "a", "slice_s": "30", "start": 1, "stop": None, "settle_s": 1, "same": False}},
             "ab.slice_s: found '30'; expected float or int",
         ),
+        *(
+            (
+                {"ab": {"fix": "a", "slice_s": 30, "settle_s": 1, "same": False, "start": 1, "stop": None, **more}},
+                "expected unix times",
+            )
+            for more in ({"start": 10**400}, {"stop": 10**400}, {"start": -1e18}, {"start": float("nan")})
+        ),
     ],
 )
 def test_content_of_another_shape_is_refused_and_the_key_named(
