@@ -476,8 +476,9 @@ def start() -> None:
         chosen = ", ".join(sorted(selected)) or "no fix selected"
         unknown = shipped().about(current.release)
         logger.info("h2d_patch %s: %s (h2d-patch status)%s", __version__, chosen, unknown and f"; {unknown}")
-    with _nothing_escapes("start-up"):
+    with _nothing_escapes("reading the control file"):
         current.poll()
+    with _nothing_escapes("start-up"):
         make_absolute(os.environ)
         current.watch()
         current.writer.start()

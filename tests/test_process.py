@@ -40,6 +40,13 @@ def test_a_module_imported_before_register_is_patched_at_once(server: Server) ->
     assert target(server.run("import our_model\n" + CALL))["verdict"] == "active"
 
 
+def test_a_control_file_that_cannot_be_taken_keeps_no_fix_out(server: Server) -> None:
+    broken = "from h2d_patch import process\nprocess.control.signature = lambda *_: 1 / 0\n"
+    done = server.run(broken + CALL)
+    assert target(done)["verdict"] == "active"
+    assert "reading the control file failed" in done.stderr
+
+
 def test_registering_twice_patches_once(server: Server) -> None:
     found = target(server.run("register()\nregister()\n" + CALL + "register()\n"))
     assert (found["verdict"], found["calls"]) == ("active", 1)
