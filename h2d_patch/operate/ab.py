@@ -113,6 +113,7 @@ class _Measuring:
         self._clock = Clock()
         self._command: subprocess.Popen[bytes] | None = None
         self._read_at = 0.0
+        self._stop: float | None = None  # of the A/B, as the processes were told last
         # By process, then by slice: what it says that it did.
         self._said: dict[tuple[str, int, int], dict[int, dict[str, Any]]] = {}
 
@@ -152,8 +153,10 @@ class _Measuring:
             self._until(time.time() + _STATES_WITHIN_S, self._all_said)
         except _Ended as ended:
             self._outcome.why = str(ended)
-            with contextlib.suppress(_Ended):
+            with contextlib.suppress(_Ended, ConfigurationError):
                 self._until(time.time() + _STATES_WITHIN_S, self._all_said, watching=False)
+        except ConfigurationError as error:  # of the run directory, which was well before: what is measured is kept
+            self._outcome.why = str(error)
         except KeyboardInterrupt:
             self._outcome.why = "interrupted"
 
@@ -201,9 +204,14 @@ class _Measuring:
     # -- the processes ------------------------------------------------------------------------------------------------
 
     def _extend(self, number: int) -> None:
-        """Puts the end of the A/B off, at slice `number`, so that it outlasts the next few and not its measurer."""
+        """Puts the end of the A/B off, at slice `number`, so that it outlasts the next few and not its measurer.
+
+        Raises _Ended where that is too late: what a process has ended, it does not begin again.
+        """
         ahead = number + 1 + _AHEAD
         stop = self._slices.begin(ahead if self._most is None else min(ahead, self._most))
+        if self._stop is not None and stop > self._stop and time.time() > self._stop - _START_IN_S:
+            raise _Ended(f"its end was not put off in time, at slice {number}: this command was late, or {CLOCK_SET}")
         slices = replace(self._slices, stop=stop)
 
         def change(found: control.Control) -> control.Control:
@@ -214,6 +222,7 @@ class _Measuring:
             return replace(found, ab=slices) if self._is_ours(found.ab) else found
 
         replaced = control.update(self._directory, self._outcome.server, change)
+        self._stop = stop
         if replaced:
             self._outcome.notes.append(f"replaced, since no process could read it: {replaced}")
 
@@ -232,18 +241,24 @@ class _Measuring:
             time.sleep(_LOOK_EVERY_S / 2)
 
     def _take_back(self) -> None:
-        """Has every process leave the fix as it is to be without an A/B, and waits until they have."""
+        """Has every process leave the fix as it is to be without an A/B, and waits until they have.
+
+        Where they cannot be told, they leave it so by themselves within a few slices.
+        """
 
         def change(found: control.Control) -> control.Control:
             return replace(found, ab=None) if self._is_ours(found.ab) else found
 
-        control.update(self._directory, self._outcome.server, change)
-        deadline = time.monotonic() + TAKEN_WITHIN_S
-        while time.monotonic() < deadline:
-            if not any(self._has_it(state) for state in self._live()):
-                self._outcome.restored = True
-                return
-            time.sleep(_LOOK_EVERY_S / 2)
+        try:
+            control.update(self._directory, self._outcome.server, change)
+            deadline = time.monotonic() + TAKEN_WITHIN_S
+            while time.monotonic() < deadline:
+                if not any(self._has_it(state) for state in self._live()):
+                    self._outcome.restored = True
+                    return
+                time.sleep(_LOOK_EVERY_S / 2)
+        except ConfigurationError as error:
+            self._outcome.notes.append(f"not taken back: {error}; it ends within {_AHEAD + 1} slices")
 
     def _live(self) -> list[ProcessState]:
         return [

@@ -197,6 +197,34 @@ def test_an_a_b_whose_measurer_is_killed_ends_by_itself(serving: Serving) -> Non
     assert "2 slices" in done.stdout, done.stdout + done.stderr
 
 
+def test_an_a_b_that_ended_while_its_measurer_stood_still_is_not_measured_on(serving: Serving) -> None:
+    process = serving.begun("--slices", "100")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4.5)
+    assert serving.eventually_as(True)
+    process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1 and "its end was not put off in time" in output, output
+    assert serving.is_on()
+
+
+def test_where_the_run_directory_can_no_longer_be_used_what_was_measured_is_kept(
+    serving: Serving, tmp_path: Path
+) -> None:
+    report, run_dir = tmp_path / "ab.json", Path(serving.server.env["H2D_PATCH_RUN_DIR"])
+    process = serving.begun("--slices", "100", "--json", str(report))
+    time.sleep(2.5)
+    try:
+        run_dir.chmod(0o777)
+        output, _ = process.communicate(timeout=20)
+        assert process.returncode == 1 and "can be written by others" in output, output
+        found = json.loads(report.read_text())
+        assert len(found["measured"]) >= 2 and not found["restored"]
+        assert serving.eventually_as(True, seconds=8)
+    finally:
+        run_dir.chmod(0o700)
+
+
 def test_a_switch_by_hand_ends_the_a_b_and_is_what_stays(serving: Serving) -> None:
     process = serving.begun("--slices", "100")
     serving.switch("off")
