@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import math
 import time
 import urllib.error
@@ -74,7 +75,10 @@ def addresses(urls: Iterable[str]) -> list[str]:
     """Where the metrics of each server are. Raises ConfigurationError."""
     found = []
     for url in urls:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # brackets that do not match
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigurationError(f"ab --url {url!r}; expected an address as in http://127.0.0.1:8000")
         found.append(url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics")
@@ -140,6 +144,9 @@ def _counter(values: Mapping[str, float], names: Sequence[str]) -> float:
 def _read(url: str, patience_s: float) -> str:
     try:
         with urllib.request.urlopen(url, timeout=patience_s) as response:
-            return str(response.read(_MOST_BYTES).decode(errors="replace"))
-    except (OSError, ValueError) as error:
+            content = response.read(_MOST_BYTES)
+            if response.length:  # what is still to come
+                raise http.client.IncompleteRead(content, response.length)
+            return str(content.decode(errors="replace"))
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise NoMetrics(f"{url} did not answer: {getattr(error, 'reason', error)}") from None

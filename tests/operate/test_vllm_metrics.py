@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,7 +99,7 @@ def test_an_answer_that_is_no_server_s_is_said(text: str, says: str) -> None:
 def test_an_address_may_leave_the_path_out() -> None:
     urls = ["http://h:8000", "http://h:8000/", "https://h/other/metrics"]
     assert addresses(urls) == ["http://h:8000/metrics", "http://h:8000/metrics", "https://h/other/metrics"]
-    for wrong in ("h:8000", "ftp://h", "", "http://"):
+    for wrong in ("h:8000", "ftp://h", "", "http://", "http://[h"):
         with pytest.raises(ConfigurationError, match="ab --url"):
             addresses([wrong])
 
@@ -118,6 +120,32 @@ def test_api_servers_of_their_own_are_added_up() -> None:
         server.server_close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-x\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nvllm:generation_tokens_total 5\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nvllm:",
+    ],
+    ids=["another protocol", "half an answer", "half a chunk"],
+)
+def test_a_server_that_speaks_something_else_or_ends_within_its_answer_is_named(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            client, _ = listening.accept()
+            with client:
+                client.recv(4096)
+                client.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
+        with pytest.raises(NoMetrics, match=f"{url} did not answer: "):
+            vllm_metrics.sample([url])
+
+
 def test_a_server_that_does_not_answer_is_named() -> None:
+    with pytest.raises(NoMetrics, match="http://h:x/metrics did not answer: nonnumeric port"):
+        vllm_metrics.sample(["http://h:x/metrics"])
     with pytest.raises(NoMetrics, match=r"http://127\.0\.0\.1:1/metrics did not answer: .*refused"):
         vllm_metrics.sample(["http://127.0.0.1:1/metrics"])
