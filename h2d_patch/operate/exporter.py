@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import socketserver
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..settings import ConfigurationError
@@ -47,7 +49,11 @@ class Exporter(ThreadingHTTPServer):
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was to be had
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -107,17 +113,18 @@ def run(directory: Path, host: str, port: int, say: Callable[[str], None]) -> in
         raise ConfigurationError(
             f"export --host {host} --port {port}: {why}; expected an address of this machine and a free port"
         ) from None
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop: SimpleQueue[int] = SimpleQueue()  # an Event's lock may be held by whom the signal interrupts
+    before = {number: signal.signal(number, lambda one, _: stop.put(one)) for number in (signal.SIGTERM, signal.SIGINT)}
     thread = threading.Thread(target=server.serve_forever, name="h2d_patch-export", daemon=True)
     thread.start()
     try:
         say(server.url)
-        while not stop.wait(1.0):
-            if not thread.is_alive():
-                print("h2d-patch: export: the server thread has ended", file=sys.stderr)
-                return 1
-        return 0
+        while thread.is_alive():
+            with contextlib.suppress(Empty):
+                stop.get(timeout=1.0)
+                return 0
+        print("h2d-patch: export: the server thread has ended", file=sys.stderr)
+        return 1
     finally:
         server.shutdown()
         server.server_close()

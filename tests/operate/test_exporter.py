@@ -6,8 +6,10 @@ import http.client
 import os
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.error
@@ -114,6 +116,20 @@ def test_clients_that_hold_on_are_bounded_and_let_go_of(server: Exporter, monkey
         one.close()
 
 
+def test_a_client_for_whom_no_thread_is_to_be_had_takes_no_place(
+    server: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socketserver.ThreadingMixIn, "process_request", no_thread)
+        for _ in range(exporter._MOST_AT_ONCE):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                get(server.url)
+    assert " 7\n" in get(server.url)
+
+
 def exporting(run_dir: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "H2D_PATCH_RUN_DIR": str(run_dir)}
     command = [sys.executable, "-m", "h2d_patch", "export", *arguments]
@@ -134,6 +150,30 @@ def test_it_ends_cleanly_when_told_to_also_with_a_client_on_the_line(run_dir: Pa
         assert process.stderr is not None and process.stderr.read() == ""
         with pytest.raises(OSError):
             get(url)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_that_comes_while_it_waits_for_one_does_not_hold_it_up(run_dir: Path) -> None:
+    script = """
+    import signal, threading
+    from h2d_patch.cli import main
+    wait = threading.Condition.wait
+    def interrupted(self, timeout=None):
+        if timeout == 1.0 and threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGTERM)  # with the condition's lock held
+        return wait(self, timeout)
+    threading.Condition.wait = interrupted
+    raise SystemExit(main(["export", "--port", "0"]))
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "H2D_PATCH_RUN_DIR": str(run_dir)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("http://")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
     finally:
         process.kill()
         process.communicate()
