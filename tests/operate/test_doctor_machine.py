@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,17 @@ def test_the_driver_is_asked_in_a_process_of_its_own(script: str, level: str, sa
     findings = list(machine.driver({**os.environ, "CUDA_VISIBLE_DEVICES": ""}, devices, probe(script), seconds))
     found(findings, level, says)
     assert time.monotonic() - began < 15 and bool(devices) is (level == OK)
+
+
+def test_an_answer_without_devices_is_said_also_under_python_o() -> None:
+    script = """
+import sys
+from h2d_patch.operate.doctor import machine
+print([finding.found for finding in machine.driver({}, [], (sys.executable, "-c", "print([])"))])
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-O", "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert "the probe ended with status 0: nothing said" in done.stdout, done.stderr
 
 
 def test_a_driver_that_does_not_come_up_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
