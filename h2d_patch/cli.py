@@ -143,9 +143,14 @@ def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest)
     refused: list[str] = []
     states = list(read_states(settings.run_dir, refused))
     if options.clean:
-        clean(settings.run_dir, states)
-        if not refused:  # whose servers' names nobody knows
-            control.clean(settings.run_dir, states)
+        try:
+            clean(settings.run_dir, states)
+            if not refused:  # whose servers' names nobody knows
+                control.clean(settings.run_dir, states)
+        except OSError as error:
+            raise ConfigurationError(
+                f"status --clean: {error.filename}: {error.strerror}; expected a file that can be removed"
+            ) from None
         states = [state for state in states if state.alive]
     patched = any(state.alive and "error" not in state.content for state in states)
     notes = [] if patched else status.why_nothing(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -162,8 +163,9 @@ def clean(directory: Path, states: Iterable[ProcessState]) -> None:
         if not state.alive:
             state.path.unlink(missing_ok=True)
     for path in directory.glob(".*.tmp"):
-        if time.time() - path.lstat().st_mtime > _LEFT_BEHIND_S:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # its writer lives, and has named it
+            if time.time() - path.lstat().st_mtime > _LEFT_BEHIND_S:
+                path.unlink()
 
 
 def start_time(pid: int) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from h2d_patch.cli import main
 from h2d_patch.operate.control import (
     MOST_BYTES,
     Control,
@@ -291,6 +292,16 @@ def test_files_of_servers_that_are_gone_are_cleaned_and_those_of_live_ones_stay(
         update(directory, name, off("a"))
     clean(directory, list(read_states(directory)))
     assert [path.name for path in directory.glob("control-*")] == [f"control-{NAME}.json"]
+
+
+def test_what_cannot_be_cleaned_away_is_one_clear_line(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "control-gone.json").mkdir()
+    monkeypatch.setenv("H2D_PATCH_RUN_DIR", str(directory))
+    assert main(["status", "--clean"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("h2d-patch: status --clean: ") and "control-gone.json" in said and said.count("\n") == 1
 
 
 def test_what_an_earlier_server_of_that_name_left_is_removed_and_a_live_one_s_is_not(directory: Path) -> None:
