@@ -97,7 +97,7 @@ def _of_process(content: dict[str, Any]) -> Iterator[Sample]:
     yield "h2d_patch_process_info", "", (*labels, *versions), 1
     yield "h2d_patch_process_patched", "", labels, int("error" not in content)
     yield "h2d_patch_control_refused", "", labels, int(bool(content.get("control")))
-    pinned = content["device"].get("staging_bytes")
+    pinned = content.get("device", {}).get("staging_bytes")
     if pinned is not None:
         yield "h2d_patch_pinned_bytes", "", labels, _number(pinned)
     verdicts: dict[Labels, str] = {}

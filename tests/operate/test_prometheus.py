@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from h2d_patch.patching.arms import BOUNDS_S
 from h2d_patch.report.state import read_states
 
 parser = pytest.importorskip("prometheus_client.parser")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -250,8 +253,16 @@ def test_a_run_directory_that_is_refused_or_not_there_is_a_metric(run_dir: Path)
 
 
 def test_a_process_in_which_nothing_is_patched_is_a_metric(run_dir: Path) -> None:
-    put(run_dir, state(error="h2d_patch: nothing is patched: H2D_PATCH: unknown fix"))
-    assert value(read(scrape(run_dir)), "h2d_patch_process_patched") == 0
+    script = "from h2d_patch.plugin import register\nregister()\nprint('refused', flush=True)\ninput()"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "H2D_PATCH": "unknown", "H2D_PATCH_RUN_DIR": str(run_dir)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"refused\n"
+        found = read(scrape(run_dir))
+        assert value(found, "h2d_patch_process_patched") == value(found, "h2d_patch_states_unreadable") == 0
+        assert value(found, "h2d_patch_processes") == 1
+    finally:
+        process.communicate(b"\n")
 
 
 def test_status_prints_the_same(
