@@ -464,8 +464,8 @@ def _rank(text: str) -> int:
 
 
 def _duration(text: str) -> float:
-    seconds = duration(text) or duration(f"{text}s")
-    if seconds is None:
+    seconds = duration(text)
+    if seconds is None and (seconds := duration(f"{text}s")) is None:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a time, as 30s or 2m")
     return seconds
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from h2d_patch import cli
 from h2d_patch.operate.alternation import CLOCK_SET, LATE, Alternation, Clock
 from h2d_patch.operate.control import Control
 from h2d_patch.operate.slices import Slices, is_on
@@ -60,6 +61,13 @@ def test_an_a_b_that_cannot_be_is_refused_and_the_variable_named(text: str, says
     with pytest.raises(ConfigurationError) as error:
         Settings.from_environ({"H2D_PATCH_AB": text})
     assert str(error.value).startswith(f"H2D_PATCH_AB={text!r}") and says in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0s", 0.0), ("0", 0.0), ("1500ms", 1.5), ("2m", 120.0), ("7", 7.0)])
+def test_what_is_left_out_of_a_slice_may_be_given_with_a_unit_or_without_and_be_nothing(
+    text: str, seconds: float
+) -> None:
+    assert cli._parser().parse_args(["ab", "kv-swap", "--settle", text]).settle == seconds
 
 
 def test_an_a_b_of_a_fix_that_is_not_there_or_not_in_is_refused() -> None:
