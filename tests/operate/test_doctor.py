@@ -195,6 +195,7 @@ def test_what_ray_s_workers_do_not_get_is_said_where_there_is_ray(
     assert "H2D_PATCH=1 ray start" in next(installation.under_ray(environ)).do
     (tmp_path / "ray/__init__.py").unlink()
     (tmp_path / "ray").rmdir()
+    importlib.invalidate_caches()  # made and taken away within one step of the file system's clock
     assert not list(installation.under_ray(environ))
 
 
