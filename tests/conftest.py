@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 import textwrap
@@ -35,15 +34,6 @@ def make_module(tmp_path: Path) -> Iterator[MakeModule]:
     yield make
     for name in made:
         sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def nothing_of_others() -> Iterator[None]:
-    """For tests that bound a time: what tests before them have left on the heap is not looked through for garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import releases as tool  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("nothing_of_others")
-
 # Those that other tests read, too.
 FETCHED = ["0.11.0", "0.14.1", "0.19.1", "0.20.2", "0.22.1", "0.26.0", "0.27.1", "0.28.0", "0.30.0", "0.33.0"]
 A, U, N, R = Verdict.APPLIES, Verdict.UPSTREAM, Verdict.ABSENT, Verdict.REFUSED

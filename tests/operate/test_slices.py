@@ -200,14 +200,19 @@ def test_whoever_measures_may_put_the_end_off_and_take_the_a_b_back() -> None:
 
 def test_a_child_that_was_forked_within_a_slice_begins_anew() -> None:
     made = Made(replace(slices(), stop=None))
-    made.clock.at.append((START + 1.5, lambda: time.sleep(30)))
+    go_on = threading.Event()
+    made.clock.at.append((START + 1.5, lambda: go_on.wait(30) and None))
     made.alternation.follow(made.control)
     deadline = time.monotonic() + 20
     while made.clock.now < START + 1.5 and time.monotonic() < deadline:
         time.sleep(0.002)
     assert not made.site.on and made.site.timed
+    run = made.alternation._run
+    assert run is not None
     made.alternation.renew()  # the thread of the parent's stands still, as in a child there would be none
     assert made.site.on and not made.site.timed and made.alternation.state() is None
+    run.stopped.set()
+    go_on.set()
 
 
 def test_a_switch_by_hand_outlasts_the_environment_s_a_b() -> None:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 from fetch_release import fetch  # noqa: E402
 
-pytestmark = [pytest.mark.releases, pytest.mark.usefixtures("nothing_of_others")]
+pytestmark = pytest.mark.releases
 
 RELEASES = [
     "0.8.0", "0.8.4", "0.9.0.1", "0.10.2", "0.11.0", "0.11.2", "0.14.1", "0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.26.0",

@@ -19,8 +19,6 @@ from h2d_patch.patching.recognise import Target  # noqa: E402
 from h2d_patch.selftest.compare import SelfTestFailed, run  # noqa: E402
 from h2d_patch.selftest.stand_ins import GivenError, StandIns, parse  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("nothing_of_others")
-
 CPU = torch.device("cpu")
 TARGETS = {f"{number} {fix.id} {target.function}": target for number, (fix, target) in enumerate(load().targets())}
 TO_DEVICE = next(target for name, target in TARGETS.items() if "rotary_pos_emb_thw" in name)
