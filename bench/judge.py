@@ -228,13 +228,21 @@ def _cost(*names: str) -> Callable[[dict[str, Any]], Found]:
 
 
 def ab_cost(result: dict[str, Any]) -> Found:
-    more = float(result["idle"]["more_cpu_s_per_s"])
-    found = result["loaded"]["with_against_without"]["requests_per_s"]
-    low, high = found["interval_95"]
-    loaded = f"requests/s {found['median']} × ({len(found['ratios'])} pairs, 95 % in {low} to {high})"
+    more, found = float(result["idle"]["more_cpu_s_per_s"]), _requests_with_ab(result["loaded"])
     length = result["settings"]["idle_slice"]
-    value = f"{more:.2%} of one processor's time with slices of {length:g} s; under load {loaded}"
+    value = f"{more:.2%} of one processor's time with slices of {length:g} s; under load requests/s {_ratio(found)}"
+    value += f", on processors that the server saturates {_ratio(_requests_with_ab(result['saturated']))}"
     return Found(value, more <= 0.01 and found["median"] >= 0.99)
+
+
+def _requests_with_ab(loaded: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = loaded["with_against_without"]["requests_per_s"]
+    return found
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    low, high = found["interval_95"]
+    return f"{found['median']} × ({len(found['ratios'])} pairs, 95 % in {low} to {high})"
 
 
 def ab_same(result: dict[str, Any]) -> Found:
@@ -258,13 +266,18 @@ def ab_gain(result: dict[str, Any]) -> Found:
 
 
 def switch_time(result: dict[str, Any]) -> Found:
-    slowest = {name: float(seconds["from_command"]["max_s"]) for name, seconds in result["processes"].items()}
-    if missing := {"api-server", "engine-core", "worker"} - set(slowest):
+    s, name = _slowest(result["processor_free"], "from_command")
+    file_s = _slowest(result["processor_free"], "from_file")[0]
+    busy = " and ".join(f"{_slowest(result['saturated'], what)[0]:.2f} s" for what in ("from_command", "from_file"))
+    value = f"{s:.2f} s from the start of the command, {file_s:.2f} s from its file: {name}"
+    value += f", the slowest of {result['switches']} switches; on processors that the server saturates {busy}"
+    return Found(value, s <= 2)
+
+
+def _slowest(processes: dict[str, Any], what: str) -> tuple[float, str]:
+    if missing := {"api-server", "engine-core", "worker"} - set(processes):
         raise Unknown(f"not measured: {min(missing)}")
-    s, name = max((s, name) for name, s in slowest.items())
-    from_file = max(float(seconds["from_file"]["max_s"]) for seconds in result["processes"].values())
-    value = f"{s:.2f} s from the start of the command, {from_file:.2f} s from its file: {name}"
-    return Found(f"{value}, the slowest of {result['switches']} switches", s <= 2)
+    return max((float(seconds[what]["max_s"]), name) for name, seconds in processes.items())
 
 
 # --- swap.json ---

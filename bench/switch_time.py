@@ -5,7 +5,8 @@
 Needs vLLM for the CPU (`make environment`), no GPU. API server, engine core and worker are processes of their own, and
 clients ask about images all the time. All fixes are switched off, on, off, … by the command that an operator types. A
 process has taken a switch when it has written that into its state, which it does after turning its fixes. Seconds of
-each process: from the start of the command, Python's own included, and from the writing of the control file.
+each process: from the start of the command, Python's own included, and from the writing of the control file. In turn
+with a processor left free of the server, as beside a GPU, and with all of them busy (`saturated`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import record
+from processors import one_left_free
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from live_env import installed
@@ -35,6 +37,8 @@ from live_server import Server, image, serving, text
 from h2d_patch.operate import control
 from h2d_patch.report.state import read_states
 
+PROCESSORS = ("processor_free", "saturated")
+TURNS = 4
 PATIENCE_S = 10.0
 LOOK_EVERY_S = 0.02
 
@@ -42,13 +46,16 @@ LOOK_EVERY_S = 0.02
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--switches", type=int, default=40, metavar="N", help="half of them off, half on")
+    parser.add_argument(
+        "--switches", type=int, default=40, metavar="N", help="of each of both, half of them off, half on"
+    )
     parser.add_argument("--clients", type=int, default=2, metavar="N")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder), options.switches, options.clients)
-    for name, of in result["processes"].items():
-        print(name, {what: f"median {of[what]['median_s']} s, most {of[what]['max_s']} s" for what in of})
+    for where in PROCESSORS:
+        for name, of in result[where].items():
+            print(where, name, {what: f"median {of[what]['median_s']} s, most {of[what]['max_s']} s" for what in of})
     record.write(options.json, result)
 
 
@@ -57,21 +64,19 @@ def measure(folder: Path, switches: int, clients: int) -> dict[str, Any]:
     tiny_model = Path(__file__).resolve().parent.parent / "tools/tiny_model.py"
     subprocess.run([python, tiny_model, model], check=True)
     environ = {"H2D_PATCH": "1", "H2D_PATCH_STRICT": "1", "H2D_PATCH_RUN_DIR": str(run_dir)}
-    from_command: dict[str, list[float]] = defaultdict(list)
-    from_file: dict[str, list[float]] = defaultdict(list)
+    taken: dict[str, dict[str, list[tuple[float, float]]]] = {where: defaultdict(list) for where in PROCESSORS}
     with (
         serving(python, model, folder / "server.log", environ, progress=print) as server,
         asking(server, clients) as got,
     ):
         time.sleep(2)  # the inspector that looked at the model ends
-        for on in itertools.islice(itertools.cycle((False, True)), switches):
-            for name, command_s, file_s in switched(server, run_dir, on):
-                from_command[name].append(command_s)
-                from_file[name].append(file_s)
-    seconds = {
-        name: {"from_command": spread(from_command[name]), "from_file": spread(from_file[name])} for name in from_file
-    }
-    whole = all(len(times) == switches for times in from_file.values()) and not got["errors"]
+        for where in itertools.islice(itertools.cycle(PROCESSORS), TURNS * len(PROCESSORS)):
+            with one_left_free(server.process.pid) if where == "processor_free" else nullcontext():
+                time.sleep(1)
+                for on in itertools.islice(itertools.cycle((False, True)), switches // TURNS):
+                    for name, *seconds in switched(server, run_dir, on):
+                        taken[where][name].append((seconds[0], seconds[1]))
+    whole = all(len(times) == switches for of in taken.values() for times in of.values()) and not got["errors"]
     return {
         "complete": whole,
         "release": installed(python),
@@ -80,7 +85,7 @@ def measure(folder: Path, switches: int, clients: int) -> dict[str, Any]:
         "answers": got["answers"],
         "load_average": list(os.getloadavg()),  # over 1, 5 and 15 minutes
         "errors": got["errors"],
-        "processes": seconds,
+        **{where: {name: spreads(times) for name, times in of.items()} for where, of in taken.items()},
     }
 
 
@@ -109,7 +114,12 @@ def switched(server: Server, run_dir: Path, on: bool) -> Iterator[tuple[str, flo
         yield role, at - started, at - file.switches[-1].at
 
 
-def spread(seconds: list[float]) -> dict[str, Any]:
+def spreads(times: list[tuple[float, float]]) -> dict[str, Any]:
+    from_command, from_file = zip(*times, strict=True)
+    return {"from_command": spread(from_command), "from_file": spread(from_file)}
+
+
+def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {
         "median_s": round(statistics.median(seconds), 3),
         "max_s": round(max(seconds), 3),

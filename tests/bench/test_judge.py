@@ -67,7 +67,7 @@ def _good() -> dict[str, Any]:
         "multimodal.json": {**ABOUT, "loads": {"one size": load, "several": copy.deepcopy(load)}},
         "ab_live.json": _good_ab(),
         "ab_kv_offload.json": _good_gain(),
-        "switch_time.json": {"machine": {"gpu": None}, "complete": True, "switches": 40, "processes": _good_switches()},
+        "switch_time.json": {"machine": {"gpu": None}, "complete": True, "switches": 40, **_good_switches()},
         "counting.json": {"machine": {"gpu": None}, "complete": True, "cost_ns": dict.fromkeys(COSTS, 1000)},
     }
 
@@ -75,16 +75,14 @@ def _good() -> dict[str, Any]:
 def _good_ab() -> dict[str, Any]:
     ratio = {"ratio": 1.0, "low": 0.97, "high": 1.03, "pairs": 10, "differs": False}
     measures = ("requests_per_s", "tokens_per_s", "ttft_s", "itl_s", "host_time_s")
+    requests = {"median": 0.995, "interval_95": [0.98, 0.99], "ratios": [0.99, 1.0]}
     return {
         "machine": {"gpu": None},
         "complete": True,
         "settings": {"idle_slice": 10.0},
         "idle": {"more_cpu_s_per_s": 0.01},
-        "loaded": {
-            "with_against_without": {
-                "requests_per_s": {"median": 0.995, "interval_95": [0.98, 0.99], "ratios": [0.99, 1.0]}
-            }
-        },
+        "loaded": {"with_against_without": {"requests_per_s": dict(requests)}},
+        "saturated": {"with_against_without": {"requests_per_s": {**requests, "median": 0.95}}},
         "same": {
             "slices": {"same": True},
             "measured": [{"number": number} for number in range(20)],
@@ -104,7 +102,8 @@ def _good_gain() -> dict[str, Any]:
 
 def _good_switches() -> dict[str, Any]:
     seconds = {"from_command": {"max_s": 2.0}, "from_file": {"max_s": 0.5}}
-    return {name: copy.deepcopy(seconds) for name in ("api-server", "engine-core", "worker")}
+    free = {name: copy.deepcopy(seconds) for name in ("api-server", "engine-core", "worker")}
+    return {"processor_free": free, "saturated": copy.deepcopy(free)}
 
 
 COSTS = (
@@ -254,7 +253,11 @@ SNAPSHOT = "snapshot kept, all cases and queue depths"
         (_set("ab_live.json/same/on_against_off/ttft_s/differs", True), [AB_SAME], "ttft_s"),
         (_set("ab_kv_offload.json/switched/on_against_off/median", 9.01), [AB_GAIN], "by hand 9.01"),
         (_set("ab_kv_offload.json/ab/on_against_off/requests_per_s/low", 0.99), [AB_GAIN], "0.99 to 9.00"),
-        (_set("switch_time.json/processes/engine-core/from_command/max_s", 2.01), [SWITCH], "2.01 s from the start"),
+        (
+            _set("switch_time.json/processor_free/engine-core/from_command/max_s", 2.01),
+            [SWITCH],
+            "2.01 s from the start",
+        ),
         (_set("copies.json/rows/7/queued/2/ours/snapshot_kept", False), [MROPE, SNAPSHOT], "lost"),
         (_median(f"mrope {24 * 8192}", 0, 51), ["M-RoPE, n = 8192, idle"], "mrope"),
         (_median(f"mrope {24 * 32768}", 0, 51), ["M-RoPE, n = 32768, idle"], "mrope"),
@@ -344,7 +347,7 @@ def test_a_target_just_missed_is_not_met_and_the_case_is_named(
         (_set("kv_offload.json/passes", {}), "not measured"),
         (_set("kv_offload_0.26.0.json/kv_block_bytes", [16384]), "with blocks of [16384] bytes"),
         (lambda r: r["kv_offload.json"].pop("complete"), "not measured in this form"),
-        (lambda r: r["switch_time.json"]["processes"].pop("worker"), "not measured: worker"),
+        (lambda r: r["switch_time.json"]["saturated"].pop("worker"), "not measured: worker"),
         (lambda r: r["ab_live.json"]["same"]["measured"].pop(), "not 20 slices"),
         (_set("ab_live.json/same/slices/same", False), "not 20 slices of both arms the original"),
     ],
