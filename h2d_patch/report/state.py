@@ -23,6 +23,9 @@ POLL_EVERY_S = 0.5
 WRITE_EVERY_S = 1.0
 _PREFIX = "state-"
 _LEFT_BEHIND_S = 60.0
+# A host cannot ask whether another one's process lives. Its file tells, dated anew although nothing in it has changed.
+_DATED_EVERY_S = 30.0
+_SILENT_S = 300.0
 _MOST_BYTES = 16 << 20
 
 logger = logging.getLogger("vllm.plugins.h2d_patch")
@@ -42,6 +45,7 @@ class StateWriter:
         self._snapshot = snapshot
         self._poll = poll
         self._written: str | None = None
+        self._dated = 0.0
         self._complained = self._poll_complained = False
 
     def start(self, delay_s: float = 0.0) -> None:
@@ -76,6 +80,11 @@ class StateWriter:
                 checked_run_dir(self._directory, create=True)
                 write_whole(path, text)
                 self._written = text
+            elif time.monotonic() - self._dated < _DATED_EVERY_S:
+                return
+            else:
+                os.utime(path)
+            self._dated = time.monotonic()
         except Exception as error:
             if not self._complained:
                 self._complained = True
@@ -125,7 +134,7 @@ def _read(path: Path) -> ProcessState:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}; expected a state file, written by h2d_patch") from None
     _check(path, content)
-    return ProcessState(path, content, _alive(content))
+    return ProcessState(path, content, _alive(path, content))
 
 
 _TARGET = {
@@ -178,9 +187,9 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _alive(content: dict[str, Any]) -> bool:
-    if content.get("host") != socket.gethostname():
-        return True  # another host's, or another container's: not ours to judge
+def _alive(path: Path, content: dict[str, Any]) -> bool:
+    if content.get("host") != socket.gethostname():  # another host's, or another container's
+        return time.time() - path.stat().st_mtime < _SILENT_S
     return start_time(int(content["pid"])) == content.get("start_time")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,37 @@ def test_a_reused_pid_does_not_bring_a_process_back_to_life(tmp_path: Path) -> N
     assert not found.alive
 
 
-def test_a_process_of_another_host_is_not_ours_to_judge(tmp_path: Path) -> None:
-    (tmp_path / "state-x-1.json").write_text(json.dumps(state(1, host="another", start_time=1)))
-    (found,) = read_states(tmp_path)
-    assert found.alive
+def test_a_process_of_another_host_lives_as_long_as_it_dates_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "state-x-1.json"
+    path.write_text(json.dumps(state(1, host="another", start_time=1)))
+    assert [found.alive for found in read_states(tmp_path)] == [True]
+    os.utime(path, (time.time() - 299, time.time() - 299))
+    assert [found.alive for found in read_states(tmp_path)] == [True]
+    os.utime(path, (time.time() - 301, time.time() - 301))
+    assert [found.alive for found in read_states(tmp_path)] == [False]
+    clean(tmp_path, list(read_states(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_does_not_change_is_dated_anew_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr("h2d_patch.report.state.time.monotonic", lambda: clock)
+    writer = StateWriter(tmp_path / "run", lambda: state(os.getpid()))
+    writer.write()
+    (path,) = (tmp_path / "run").iterdir()
+    before = path.stat()
+    os.utime(path, (1, 1))
+    clock += 29
+    writer.write()
+    assert path.stat().st_mtime == 1
+    clock += 2
+    writer.write()
+    assert path.stat().st_mtime > time.time() - 60 and path.stat().st_ino == before.st_ino
+    os.utime(path, (1, 1))
+    writer.write()
+    assert path.stat().st_mtime == 1
 
 
 def test_cleaning_removes_the_dead_and_what_a_killed_writer_left(tmp_path: Path) -> None:
