@@ -26,12 +26,15 @@ __all__ = [
     "copy_h2d",
     "forced_staging",
     "nested_to_device",
+    "padded_rows",
+    "rows_to_device",
     "snapshot_to_device",
     "start",
     "stop",
     "swap_addresses",
     "swap_blocks",
     "swap_tensors",
+    "tensor_to_device",
     "to_device",
 ]
 
@@ -40,14 +43,17 @@ snapshot_to_device = CopyFunction("snapshot_to_device", "h2d")
 copy_h2d = CopyFunction("copy_h2d", "h2d")
 cat_to_device = CopyFunction("cat_to_device", "h2d")
 nested_to_device = CopyFunction("nested_to_device", "h2d")
+tensor_to_device = CopyFunction("tensor_to_device", "lists")
+rows_to_device = CopyFunction("rows_to_device", "lists")
+padded_rows = CopyFunction("padded_rows", "lists")
 call_pinned = CopyFunction("call_pinned", "pinned_call")
 swap_blocks = CopyFunction("swap_blocks", "swap")
 swap_tensors = CopyFunction("swap_tensors", "swap_forms")
 swap_addresses = CopyFunction("swap_addresses", "swap_forms")
 
 _FUNCTIONS = (
-    to_device, snapshot_to_device, copy_h2d, cat_to_device, nested_to_device, call_pinned, swap_blocks, swap_tensors,
-    swap_addresses,
+    to_device, snapshot_to_device, copy_h2d, cat_to_device, nested_to_device, tensor_to_device, rows_to_device,
+    padded_rows, call_pinned, swap_blocks, swap_tensors, swap_addresses,
 )  # fmt: skip
 EXPORTS: Mapping[str, CopyFunction] = MappingProxyType({function.name: function for function in _FUNCTIONS})
 

@@ -130,7 +130,7 @@ def _destination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any,
     return device, dtype
 
 
-def _ring_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ring | Declined, Any]:
+def ring_to(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Ring | Declined, Any]:
     """The ring on the way to the destination of `.to(*args, **kwargs)`, and the dtype there."""
     destination = _destination(args, kwargs)
     if destination is None:
@@ -149,11 +149,11 @@ def to_device(source: Any, /, *args: Any, non_blocking: bool = True, **kwargs: A
         args[0] if len(args) == 1 and not kwargs else kwargs.get("device") if not args and len(kwargs) == 1 else None
     )
     if type(device) is torch.device:  # the two usual forms, for which there is nothing more to find out
-        return _stage(source, ring_for(device), None)
-    return _stage(source, *_ring_to(args, kwargs))
+        return staged(source, ring_for(device), None)
+    return staged(source, *ring_to(args, kwargs))
 
 
-def _stage(source: torch.Tensor, ring: Ring | Declined, dtype: torch.dtype | None) -> torch.Tensor | Declined:
+def staged(source: torch.Tensor, ring: Ring | Declined, dtype: torch.dtype | None) -> torch.Tensor | Declined:
     """A CPU tensor, through the ring; a dtype is converted to on the device, as `.to` does where it may not block."""
     if type(ring) is Declined:
         return ring
@@ -301,7 +301,7 @@ def snapshot_to_device(source: Any, /, *args: Any, **kwargs: Any) -> torch.Tenso
     """
     if not isinstance(source, _Tensor) or not source.is_cpu:
         return NOT_FROM_CPU
-    ring, dtype = _ring_to(args, kwargs)
+    ring, dtype = ring_to(args, kwargs)
     if type(ring) is Declined:
         return ring
     if dtype is not None and dtype is not source.dtype:
@@ -402,12 +402,12 @@ def cat_to_device(tensors: Any, /, *args: Any, dim: Any = 0, **kwargs: Any) -> t
     first = tensors[0]
     if not isinstance(first, _Tensor) or not first.is_cpu:
         return NOT_FROM_CPU
-    ring, dtype = _ring_to(args, kwargs)
+    ring, dtype = ring_to(args, kwargs)
     if type(ring) is Declined:
         return ring
     each = first.nbytes
     if each < _GATHERED_TENSOR_BYTES or len(tensors) * each < _GATHERED_BYTES or not _end_to_end(tensors, dim):
-        return _stage(torch.cat(tensors, dim=dim), ring, dtype)
+        return staged(torch.cat(tensors, dim=dim), ring, dtype)
     sizes = [tensor.nbytes for tensor in tensors]
     shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
     result = torch.empty(shape, dtype=first.dtype, device=ring.device)
@@ -474,7 +474,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor | Declined:
     if type(device) is not torch.device:
         return to_device(source, device=device)
-    return _stage(source, ring_for(device), None) if source.is_cpu else NOT_FROM_CPU
+    return staged(source, ring_for(device), None) if source.is_cpu else NOT_FROM_CPU
 
 
 def _original_leaf_to_device(source: torch.Tensor, device: Any) -> torch.Tensor:

@@ -69,8 +69,8 @@ def test_an_interrupt_is_not_swallowed(ledger):
 
 def test_every_export_is_known_by_its_name_and_can_be_called_without_a_ledger():
     assert set(copies.EXPORTS) == {
-        "to_device", "snapshot_to_device", "copy_h2d", "cat_to_device", "nested_to_device", "call_pinned",
-        "swap_blocks", "swap_tensors", "swap_addresses",
+        "to_device", "snapshot_to_device", "copy_h2d", "cat_to_device", "nested_to_device", "tensor_to_device",
+        "rows_to_device", "padded_rows", "call_pinned", "swap_blocks", "swap_tensors", "swap_addresses",
     }  # fmt: skip
     for name, function in copies.EXPORTS.items():
         assert function.name == name and getattr(copies, name) is function

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import cases_lists  # noqa: F401
 import cases_models  # noqa: F401
 import cases_runner  # noqa: F401
 import cases_swaps  # noqa: F401

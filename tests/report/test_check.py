@@ -158,6 +158,15 @@ EXPECTED = {
     "mla-context mla_attention:MLACommonMetadataBuilder.build": (">=0.15,<0.24", ">=0.24.0"),
     "runner-v2-copies buffer_utils:async_copy_to_gpu (>=0.18,<0.24)": (">=0.18,<0.24", NONE),
     "runner-v2-copies buffer_utils:async_copy_to_gpu (>=0.24,<0.30)": (">=0.24,<0.30", NONE),
+    "list-tensors triton_attn:TritonAttentionMetadata.mm_prefix_range_tensor": (">=0.13,<0.20", NONE),
+    "list-tensors triton_attn:TritonAttentionMetadata.compute_mm_prefix_range_tensor": (">=0.20,<0.21", ">=0.21,<0.24"),
+    "list-tensors flash_attn:FlashAttentionMetadataBuilder.build": (">=0.10,<0.32", NONE),
+    "list-tensors utils:get_dcp_local_seq_lens": (">=0.12,<0.31", ">=0.31"),
+    "list-tensors sampler:Sampler.gather_specific_token_logprobs": (">=0.20,<0.22", ">=0.22"),
+    "list-tensors radio:RadioInternVisionModel.inter_image_mask_metadata": (">=0.18,<0.19", NONE),
+    "list-tensors radio:RadioInternVisionModel._inter_image_mask_metadata_from_seq_lens": (">=0.19", NONE),
+    "list-tensors lfm2_vl:Lfm2VLForConditionalGeneration.image_pixels_to_features": (">=0.15", NONE),
+    "list-tensors lfm2_vl:Lfm2VLForConditionalGeneration._get_lfm2vl_cu_seqlens": (">=0.24", NONE),
 }
 
 
