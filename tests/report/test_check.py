@@ -161,7 +161,7 @@ EXPECTED = {
     "list-tensors triton_attn:TritonAttentionMetadata.mm_prefix_range_tensor": (">=0.13,<0.20", NONE),
     "list-tensors triton_attn:TritonAttentionMetadata.compute_mm_prefix_range_tensor": (">=0.20,<0.21", ">=0.21,<0.24"),
     "list-tensors flash_attn:FlashAttentionMetadataBuilder.build": (">=0.10,<0.32", NONE),
-    "list-tensors utils:get_dcp_local_seq_lens": (">=0.12,<0.31", ">=0.31"),
+    "list-tensors utils:get_dcp_local_seq_lens": (">=0.12,<0.31", NONE),
     "list-tensors sampler:Sampler.gather_specific_token_logprobs": (">=0.20,<0.22", ">=0.22"),
     "list-tensors radio:RadioInternVisionModel.inter_image_mask_metadata": (">=0.18,<0.19", NONE),
     "list-tensors radio:RadioInternVisionModel._inter_image_mask_metadata_from_seq_lens": (">=0.19", NONE),
