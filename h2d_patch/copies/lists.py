@@ -40,11 +40,15 @@ def original_tensor_to_device(data: Any, /, **kwargs: Any) -> Any:
     return torch.tensor(data, **kwargs)
 
 
-def rows_to_device(rows: Any, width: int, /, *, dtype: Any, device: Any) -> list[torch.Tensor] | Declined:
+def rows_to_device(
+    rows: Any, width: int, /, *, dtype: Any = None, device: Any = None, **others: Any
+) -> list[torch.Tensor] | Declined:
     """`[torch.tensor(row, dtype=dtype, device=device).view(-1, width) for row in rows]`, in one copy.
 
     Of rows of `width` numbers each; the tensors are parts of one.
     """
+    if others:
+        return OTHER_ARGUMENTS
     ring = _ring(device)
     if type(ring) is Declined:
         return ring
@@ -61,8 +65,8 @@ def _all_of(rows: Any, width: int) -> bool:
     )
 
 
-def original_rows_to_device(rows: Any, width: int, /, *, dtype: Any, device: Any) -> Any:
-    return [torch.tensor(row, dtype=dtype, device=device).view(-1, width) for row in rows]
+def original_rows_to_device(rows: Any, width: int, /, **kwargs: Any) -> Any:
+    return [torch.tensor(row, **kwargs).view(-1, width) for row in rows]
 
 
 def padded_rows(rows: Any, /, **layout: Any) -> torch.Tensor | Declined:

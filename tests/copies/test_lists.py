@@ -228,6 +228,14 @@ def test_rows_of_another_form_are_left_to_the_original(ledger, rows, dtype):
     assert not ledger.errors and ledger.fallbacks == (rows != [])
 
 
+def test_rows_with_other_arguments_or_none_are_left_to_the_original(ledger):
+    made = copies.rows_to_device.bind(ledger)
+    assert [row.dtype for row in made([[(1, 2)], [(1.5, 2)]], 2)] == [torch.int64, torch.float32]
+    with forced_staging(1 << 12):
+        assert made([[(1.0, 2)]], 2, dtype=torch.float32, device=CPU, requires_grad=True)[0].requires_grad
+    assert ledger.reasons == [lists.OTHER_ARGUMENTS.reason] and not ledger.errors
+
+
 def test_padded_rows_of_another_form_are_left_to_the_original(ledger):
     padded = copies.padded_rows.bind(ledger)
     ones = torch.ones(1, 2)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from cases_models import M, _Callable, layer
 from forms import CPU, Call, Form, World, case
+from torch import nn
 
 # The first one imports half of torch, which would fail where parts of torch are pretended.
 torch.nested.nested_tensor([torch.ones(1, 2)], layout=torch.jagged)
@@ -102,3 +103,30 @@ def tiles(world: World, form: Form) -> Call:
 def lengths_of_tiles(world: World, form: Form) -> Call:
     made = world.owner(form.qualname)
     return lambda function: function(made, SHAPES, CPU)
+
+
+@case(f"{M}.glm4_1v:Glm4vVisionEmbeddings.forward")
+def positions(world: World, form: Form) -> Call:
+    """Two images, and a video of two frames."""
+    made = world.owner(form.qualname, position_embedding=nn.Embedding(16, 8).requires_grad_(False))
+    tokens, coordinates = torch.randn(12, 8), torch.stack([torch.arange(12) // 3 % 2, torch.arange(12) % 3], dim=-1)
+
+    def call(function: Any) -> Any:
+        return [
+            function(made, tokens, lengths, torch.tensor(shapes, dtype=torch.int32), *coordinates.unbind(-1))
+            for lengths, shapes in (([6, 6], [[1, 2, 3], [1, 3, 2]]), ([6, 6], [[2, 2, 3]]))
+        ]
+
+    return call
+
+
+@case(f"{M}.glm4_1v:Glm4vVisionTransformer.pos_embeds_interpolate")
+def positions_of_images(world: World, form: Form) -> Call:
+    embeddings = _Callable(
+        lambda embeddings, lengths, image_shapes, **_: embeddings + image_shapes.sum(0).repeat(2)[:4],
+        position_embedding=SimpleNamespace(weight=torch.zeros(1)),
+    )
+    made = world.owner(
+        form.qualname, own=(), embeddings=embeddings, dtype=torch.float32, spatial_merge_size=2, hidden_size=4
+    )
+    return lambda function: function(made, [[1, 8, 12], [2, 4, 4]])

@@ -167,6 +167,8 @@ EXPECTED = {
     "list-tensors radio:RadioInternVisionModel._inter_image_mask_metadata_from_seq_lens": (">=0.19", NONE),
     "list-tensors lfm2_vl:Lfm2VLForConditionalGeneration.image_pixels_to_features": (">=0.15", NONE),
     "list-tensors lfm2_vl:Lfm2VLForConditionalGeneration._get_lfm2vl_cu_seqlens": (">=0.24", NONE),
+    "list-tensors glm4_1v:Glm4vVisionEmbeddings.forward": (">=0.10.2,<0.28", ">=0.28"),
+    "list-tensors glm4_1v:Glm4vVisionTransformer.pos_embeds_interpolate": (">=0.24,<0.28", ">=0.28"),
 }
 
 
