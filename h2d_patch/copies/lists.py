@@ -72,7 +72,7 @@ def original_rows_to_device(rows: Any, width: int, /, **kwargs: Any) -> Any:
 def padded_rows(rows: Any, /, **layout: Any) -> torch.Tensor | Declined:
     """`torch.nested.nested_tensor(rows, **layout).to_padded_tensor(0)` of what `rows_to_device` gives.
 
-    A nested tensor says where its rows begin in a copy that waits.
+    With `layout=torch.jagged`, where the rows begin is a tensor made of a list, and so a copy that waits.
     """
     if layout.keys() - {"layout"} or type(rows) is not list or not rows:
         return OTHER_ARGUMENTS if layout else OTHER_ROWS
