@@ -41,7 +41,8 @@ def test_the_shipped_manifest_has_the_nine_fixes_and_says_why_for_each() -> None
     ]
     assert all(fix.risk.endswith(".") and fix.retire.endswith(".") for fix in fixes.values())
     assert all(fix.why.endswith(".") and fix.upstream.startswith("vllm-project/vllm#") for fix in fixes.values())
-    assert {fix.id for fix in fixes.values() if not fix.default} == {"flashinfer-plan", "runner-v2-copies"}
+    off = {"flashinfer-plan", "list-tensors", "runner-v2-copies"}
+    assert {fix.id for fix in fixes.values() if not fix.default} == off
 
 
 def test_every_shipped_target_has_stand_ins_for_its_self_test() -> None:
