@@ -14,8 +14,8 @@ RAY_VERSION := 2.55.1
 
 .PHONY: demo test lint live live-ray releases docs environment clean
 
-demo:  ## a real vLLM server with and without the fixes, compared
-	$(PYTHON) tools/demo.py
+demo:  ## a real vLLM server with and without the fixes, compared; KEEP=1 leaves one up to try the commands on
+	$(PYTHON) tools/demo.py $(if $(KEEP),--keep)
 
 test: lint environment  ## everything that needs no GPU
 	$(LIVE)/bin/python -m pytest -m "not gpu and not ray"
