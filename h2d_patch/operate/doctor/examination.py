@@ -6,9 +6,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ...patching.switch import last_line
-from ...report import status
 from . import environment, installation, machine, profiles, servers
 from .environment import Asked
 from .finding import PROBLEM, WARNING, Finding
@@ -25,10 +25,12 @@ class Examination:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def examine(environ: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S) -> Examination:
+def examine(
+    environ: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S, proc: Path = Path("/proc")
+) -> Examination:
     """Looks at everything. Raises nothing, and waits for nothing longer than `patience_s`.
 
-    `environ`: this process's if not given; of running servers their own is read.
+    `environ`: this process's if not given; of running servers, which are looked for in `proc`, their own is read.
     """
     env = os.environ if environ is None else environ
     seen = Examination()
@@ -48,10 +50,10 @@ def examine(environ: Mapping[str, str] | None = None, patience_s: float = PATIEN
     look("plugin", lambda: installation.plugin(env))
     look("versions", read_versions)
     look("Ray", lambda: installation.under_ray(env))
-    run = servers.Running()
+    run = servers.Running(proc=proc)
     look("run directory", lambda: servers.run_directory(seen.asked.settings.run_dir, run))
-    look("variables", lambda: environment.variables(env, patched=run.is_patched))
-    look("servers", lambda: servers.unpatched(status.why_nothing({})))
+    look("variables", lambda: environment.variables(env, run.is_seen, seen.asked.unusable))
+    look("servers", lambda: servers.unpatched(run))
     look("processes", lambda: servers.processes(run))
     look("fixes", lambda: servers.fixes(run, seen.asked))
     devices: list[machine.Device] = []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import shlex
+import stat
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +27,26 @@ _MANY_CALLS = 100
 _MOST_REASONS = 3
 # By then a worker has loaded its plugins, however large the model.
 _STARTED_S = 180.0
+# In the name of every module of vLLM's that only a KV connector which offloads loads.
+_OFFLOADING = "kv_offload"
 
 
 @dataclass
 class Running:
-    """The states of this user's processes; filled by `run_directory`."""
+    """What runs of this user's: processes by their states, which `run_directory` reads, and servers by `proc`.
+
+    `is_unread`: states may be there that cannot be read.
+    """
 
     directory: Path = field(default_factory=Path)
     states: list[ProcessState] = field(default_factory=list)
+    is_unread: bool = False
+    proc: Path = Path("/proc")
+
+    @functools.cached_property
+    def servers(self) -> list[tuple[int, str, dict[str, str]]]:
+        """Pid, what it runs, and environment of each process that was started as a server."""
+        return list(status.serving(self.proc))
 
     @property
     def live(self) -> list[dict[str, Any]]:
@@ -39,6 +55,10 @@ class Running:
     @property
     def is_patched(self) -> bool:
         return any("error" not in content for content in self.live)
+
+    @property
+    def is_seen(self) -> bool:
+        return bool(self.live or self.servers)
 
     @property
     def is_unpinned(self) -> bool:
@@ -57,12 +77,14 @@ def run_directory(directory: Path, run: Running) -> Iterator[Finding]:
         yield Finding(OK, "run directory", f"{directory} is not there; the first server that is patched makes it")
         return
     except ConfigurationError as error:
+        run.is_unread = True
         yield Finding(
-            PROBLEM, "run directory", str(error), "no process writes its state there; remove it or name another", True
+            PROBLEM, "run directory", str(error), f"no process writes its state there; {_mend(directory)}", True
         )
         return
     damaged: list[str] = []
     run.states = list(read_states(directory, damaged))
+    run.is_unread = bool(damaged)
     for text in damaged:
         other = ": schema: " in text
         do = (
@@ -83,22 +105,24 @@ def run_directory(directory: Path, run: Running) -> Iterator[Finding]:
     elif not damaged:
         gone = sum(not state.alive for state in run.states)
         more = f", {gone} of processes that are gone (h2d-patch status --clean removes them)" if gone else ""
-        yield Finding(OK, "run directory", f"{directory}: {len(run.live)} live processes{more}")
+        number = len(run.live)
+        yield Finding(OK, "run directory", f"{directory}: {number} live process{'' if number == 1 else 'es'}{more}")
 
 
-def unpatched(reasons: Iterable[str]) -> Iterator[Finding]:
+def unpatched(run: Running) -> Iterator[Finding]:
     """Servers that run without us, by their environment."""
-    for reason in reasons:
-        found, _, do = reason.partition("; ")
-        yield Finding(PROBLEM, "servers", found, do.rstrip("."))
+    for pid, name, env in run.servers:
+        for reason in status.left_out(env, expects=True):
+            found, _, do = reason.partition("; ")
+            yield Finding(PROBLEM, "servers", f"Process {pid} ({name}): {found}", do)
 
 
-def processes(run: Running, proc: Path = Path("/proc")) -> Iterator[Finding]:
+def processes(run: Running) -> Iterator[Finding]:
     """What keeps whole processes from being patched, or from being the ones that are meant."""
     for content in run.live:
         who = _name(content)
         if error := content.get("error"):
-            yield Finding(PROBLEM, "processes", f"{who}: {error}", "correct it, and restart the server")
+            yield Finding(PROBLEM, "processes", f"{who}: {error}", "correct it, and restart the server", bad_input=True)
         if (version := content.get("h2d_patch")) != __version__:
             do = "two versions are installed, or one was upgraded while the server ran: restart it"
             yield Finding(WARNING, "processes", f"{who} runs h2d_patch {version}, this is {__version__}", do)
@@ -107,15 +131,15 @@ def processes(run: Running, proc: Path = Path("/proc")) -> Iterator[Finding]:
             yield Finding(PROBLEM, "processes", f"{who} refuses its control file: {why}", do, bad_input=True)
         yield from _device(who, content)
     known = set(run.pids())
-    for pid, name, env in status.serving(proc):
-        if pid in known or status.left_out(env, expects=True) or _has_state(pid, place := run_dir(env)):
+    for pid, name, env in run.servers:
+        if pid in known or status.left_out(env, expects=True):
             continue
-        yield Finding(
-            WARNING,
-            "servers",
-            f"process {pid} ({name}) has H2D_PATCH set, and no state in its run directory, {place}",
-            "if it is not just starting: its log says why, or the plugin is missing in its Python",
-        )
+        who, place = f"process {pid} ({name}) has H2D_PATCH set", run_dir(env)
+        if why := _refused(place):
+            yield Finding(WARNING, "servers", f"{who}, and no state of it can be read: {why}", _mend(place))
+        elif not _has_state(pid, place):
+            do = "if it is not just starting: its log says why, or the plugin is missing in its Python"
+            yield Finding(WARNING, "servers", f"{who}, and no state in its run directory, {place}", do)
     yield from _without_workers(run)
 
 
@@ -139,9 +163,30 @@ def fixes(run: Running, asked: Asked) -> Iterator[Finding]:
         count = Counter(row.verdict.value for row in rows)
         if not refused:
             shown = ", ".join(f"{verdict} {number}" for verdict, number in count.items() if verdict != "absent")
-            yield Finding(
-                OK, "fixes", f"{fix}: {shown or 'this release needs none of it'} (nothing runs; by its sources)"
-            )
+            missing = "" if shown else _not_found([(row.function, row.reason) for row in rows])
+            text = f"{fix}: {shown or missing or 'this release needs none of it'} ({_why_sources(run)}; by its sources)"
+            yield Finding(WARNING if missing else OK, "fixes", text, _FIND if missing else "")
+
+
+_FIND = "put it where the server's Python finds it (PYTHONPATH), or correct the function in the manifest"
+
+
+def _why_sources(run: Running) -> str:
+    """Why the verdicts are not those of running processes."""
+    if run.is_unread:
+        return "no state can be read"
+    if run.live:
+        return "no running process has a fix in"
+    return "no running server has its state here" if run.servers else "nothing runs"
+
+
+def _not_found(absent: Sequence[tuple[str, str]]) -> str:
+    """Why a fix goes in nowhere, by functions and reasons of its targets; empty where one is in vLLM.
+
+    What a release of vLLM has not it does not need. That of a module of the user's own is mostly an error.
+    """
+    in_vllm = any(function.startswith("vllm.") for function, _ in absent)
+    return "" if in_vllm else "; ".join(dict.fromkeys(reason for _, reason in absent))
 
 
 _REFUSED = "the function stays as it is; H2D_PATCH=all,-FIX leaves the fix out"
@@ -201,13 +246,38 @@ def _calls(fix: str, targets: list[dict[str, Any]], said: bool) -> Iterator[Find
             "where staging is full or too small, raise H2D_PATCH_PINNED_MB; docs/operate.md has the other reasons",
         )
     elif active:
-        how_often = f"called {calls} times, {fallbacks} left to the original" if calls else "not called so far"
+        times = "once" if calls == 1 else f"{calls} times"
+        how_often = f"called {times}, {fallbacks} left to the original" if calls else "not called so far"
         yield Finding(OK, "fixes", f"{fix}: active, {how_often}")
     elif not said:
-        verdicts = Counter(target["verdict"] for target in targets)
-        reason = next((t["reason"] for t in targets if t["reason"].startswith(status.DOES_NOT_APPLY)), "")
-        shown = ", ".join(f"{verdict} {number}" for verdict, number in verdicts.items())
-        yield Finding(OK, "fixes", f"{fix}: not in ({reason or shown})")
+        yield _nowhere(fix, targets)
+
+
+def _nowhere(fix: str, targets: list[dict[str, Any]]) -> Finding:
+    """Of a fix that no process has in, and in which nothing went wrong."""
+    if reason := next((t["reason"] for t in targets if t["reason"].startswith(status.DOES_NOT_APPLY)), ""):
+        return Finding(OK, "fixes", f"{fix}: not in ({reason})")
+    by_function = defaultdict(set)
+    for target in targets:
+        by_function[target["function"]].add(target["verdict"])
+    unloaded = [function for function, verdicts in by_function.items() if verdicts == {"pending"}]
+    count = Counter(target["verdict"] for target in targets)
+    if unloaded and count.keys() <= {"pending", "absent"}:
+        return Finding(OK, "fixes", f"{fix}: not loaded by any process so far ({_unused(unloaded)})")
+    if count.keys() == {"absent"} and (missing := _not_found([(t["function"], t["reason"]) for t in targets])):
+        return Finding(WARNING, "fixes", f"{fix}: not in ({missing})", _FIND)
+    shown = ", ".join(f"{verdict} {number}" for verdict, number in count.items())
+    return Finding(OK, "fixes", f"{fix}: not in ({shown})")
+
+
+def _unused(functions: Iterable[str]) -> str:
+    """What a server has not that would load the modules of these functions."""
+    modules = list(dict.fromkeys(function.partition(":")[0] for function in functions))
+    if all(_OFFLOADING in module for module in modules):
+        return "no KV connector that offloads"
+    names = [module.rpartition(".")[2] for module in modules]
+    more = len(names) - _MOST_REASONS
+    return f"its modules: {', '.join(names[:_MOST_REASONS])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _device(who: str, content: dict[str, Any]) -> Iterator[Finding]:
@@ -221,6 +291,28 @@ def _device(who: str, content: dict[str, Any]) -> Iterator[Finding]:
         )
     for note in device.get("notes", ()):
         yield Finding(WARNING, "processes", f"{who}: {note}", "docs/operate.md says what it means")
+
+
+def _refused(directory: Path) -> str | None:
+    """Why a run directory is not used; None where nothing is in the way, or it is not there."""
+    try:
+        checked_run_dir(directory)
+    except FileNotFoundError:
+        return None
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def _mend(directory: Path) -> str:
+    """What makes a directory that is refused a run directory again."""
+    with contextlib.suppress(OSError):
+        found = directory.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            return f"chmod 700 {shlex.quote(str(directory))} mends it, without a restart"
+        if stat.S_ISDIR(found.st_mode):
+            return "run doctor as its owner, if that is the server's user, or name another (H2D_PATCH_RUN_DIR)"
+    return "remove it, or name another (H2D_PATCH_RUN_DIR)"
 
 
 def _has_state(pid: int, directory: Path) -> bool:
