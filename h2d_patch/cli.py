@@ -193,7 +193,12 @@ def _ab(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> 
     if options.plot:
         require_matplotlib()
     with _terminated_like_interrupted():
-        outcome = ab.run(settings.run_dir, plan, lambda one: print(ab_report.in_a_line(one), file=sys.stderr))
+        outcome = ab.run(
+            settings.run_dir,
+            plan,
+            lambda one: print(ab_report.in_a_line(one), file=sys.stderr),
+            lambda text: print(f"h2d-patch: ab: {_one_line(text)}", file=sys.stderr),
+        )
     report = ab_report.Report(outcome)
     print(report.as_text())
     if options.json:
@@ -524,7 +529,10 @@ def _parser() -> argparse.ArgumentParser:
     added.set_defaults(run=_ab)
     added.add_argument("fix", metavar="FIX", help="a fix id")
     added.add_argument(
-        "--slices", type=_positive, metavar="N", help="end after so many, and COMMAND with it (default without it: 20)"
+        "--slices",
+        type=_positive,
+        metavar="N",
+        help="end after so many, 6 at least, and COMMAND with it (default without COMMAND: 20); rounded up to pairs",
     )
     added.add_argument("--slice", type=_duration, default=30.0, metavar="TIME", help="of one slice (default: 30s)")
     added.add_argument("--settle", type=_duration, metavar="TIME", help="left out of each (default: a fifth of it)")

@@ -18,21 +18,23 @@ from ..report.status import SWITCHED_OFF
 from ..settings import ConfigurationError
 from . import control
 from .alternation import CLOCK_SET, LATE, Clock, Figures, Parted, added, none_yet
+from .ratio import FEWEST_PAIRS
 from .slices import Slices, is_on
 from .switching import TAKEN_WITHIN_S, live_servers
 from .vllm_metrics import NoMetrics, Sample, sample
 
 DEFAULT_SLICES: Final = 20
+FEWEST_SLICES: Final = 2 * FEWEST_PAIRS
 DEFAULT_URL: Final = "http://127.0.0.1:8000/metrics"
-_START_IN_S: Final = 1.5  # by when every process has seen the control file
+START_IN_S: Final = 1.5  # by when every process has seen the control file
 _AHEAD: Final = 3  # slices: an A/B whose measurer is killed ends after so many
 _STATES_WITHIN_S: Final = 3.0  # what a process has done in a slice is in its state
 _COMMAND_ENDS_WITHIN_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.1
 _READ_EVERY_S: Final = 2.0  # the states, of which each has the last few slices: a look takes some milliseconds
 _BEFORE_THE_END_S: Final = 0.1  # of a slice its metrics are asked for, so that none of the next one are in them
+_MOST_MODULES: Final = 2  # that a refusal names
 _SLOW_METRICS: Final = 0.2  # of what is measured of a slice
-_RUNS: Final = ("active", "pending")
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,33 @@ class _Ended(Exception):
     """Why there is nothing more to measure; empty where all was."""
 
 
-def run(directory: Path, plan: Plan, progress: Callable[[Measured], None] = lambda _: None) -> Outcome:
-    """Raises ConfigurationError, having changed nothing, where the A/B cannot be run.
+def run(
+    directory: Path,
+    plan: Plan,
+    progress: Callable[[Measured], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Outcome:
+    """Raises ConfigurationError, having changed nothing, where the A/B cannot be run or could give no answer.
 
-    However it ends, the fix is again as it was in every process, and the command is over.
+    However it ends, the fix is again as it was in every process, and the command is over. `warn` is told before the
+    first slice what the report will say again.
     """
+    if plan.slices is not None and plan.slices < FEWEST_SLICES:
+        raise ConfigurationError(
+            f"ab --slices {plan.slices}; expected {FEWEST_SLICES} or more: an interval needs {FEWEST_PAIRS} pairs of "
+            "slices (a shorter --slice makes it a short A/B)"
+        )
     notes: list[str] = []
     name, states = _server_of(directory, plan, notes)
     urls = _with_metrics(plan, notes)
-    start = time.time() + _START_IN_S
+    start = time.time() + START_IN_S
     try:
         slices = Slices(plan.fix, plan.slice_s, start, None, plan.settle_s, plan.same)
     except ValueError as error:
         raise ConfigurationError(f"ab: {error}") from None
     outcome = Outcome(plan, name, states[0].content.get("vllm"), slices, notes=notes)
+    for note in notes:
+        warn(note)
     measuring = _Measuring(directory, outcome, urls, progress)
     with measuring.in_processes(), measuring.command():
         measuring.measure()
@@ -197,7 +212,7 @@ class _Measuring:
             left = moment - time.time()
             if left <= 0 or (done is not None and done()):
                 return
-            if left > self._slices.slice_s + _START_IN_S + _STATES_WITHIN_S:
+            if left > self._slices.slice_s + START_IN_S + _STATES_WITHIN_S:
                 raise _Ended(f"{CLOCK_SET} back by more than a slice")
             time.sleep(min(_LOOK_EVERY_S, left))
 
@@ -210,7 +225,7 @@ class _Measuring:
         """
         ahead = number + 1 + _AHEAD
         stop = self._slices.begin(ahead if self._most is None else min(ahead, self._most))
-        if self._stop is not None and stop > self._stop and time.time() > self._stop - _START_IN_S:
+        if self._stop is not None and stop > self._stop and time.time() > self._stop - START_IN_S:
             raise _Ended(f"its end was not put off in time, at slice {number}: this command was late, or {CLOCK_SET}")
         slices = replace(self._slices, stop=stop)
 
@@ -230,7 +245,7 @@ class _Measuring:
         return ab is not None and replace(ab, stop=self._slices.stop) == self._slices
 
     def _wait_until_taken(self) -> None:
-        deadline = self._slices.start + TAKEN_WITHIN_S - _START_IN_S
+        deadline = self._slices.start + TAKEN_WITHIN_S - START_IN_S
         while missing := [state for state in self._live() if not self._has_it(state)]:
             if time.time() > deadline:
                 who = ", ".join(f"{state.content['pid']} ({state.content['role']})" for state in missing)
@@ -309,6 +324,28 @@ class _Measuring:
 
 
 def _server_of(directory: Path, plan: Plan, notes: list[str]) -> tuple[str, list[ProcessState]]:
+    """The server and its processes that have the fix. Raises ConfigurationError where it is active in none of them."""
+    deadline = time.monotonic() + TAKEN_WITHIN_S
+    while True:
+        said: list[str] = []
+        name, states = _asked_for(directory, plan, said)
+        targets = [one for state in states for one in state.content["targets"] if one["fix"] == plan.fix]
+        if any(one["verdict"] == "active" or one["reason"] == SWITCHED_OFF for one in targets):
+            notes += said
+            return name, states
+        pending = sorted({one["function"].partition(":")[0] for one in targets if one["verdict"] == "pending"})
+        kept_out = [one for one in targets if one["verdict"] not in ("pending", "absent", "upstream")]
+        if kept_out or not pending or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_EVERY_S)  # what a process has just loaded is in its state within a second
+    if pending and not kept_out:
+        why = f"which does not use what it is for, or not yet (none has imported {_some(pending)})"
+        raise ConfigurationError(f"ab: {plan.fix} is loaded in no process of server {name}, {why}; expected it active")
+    why = "; ".join(sorted({f"{one['verdict']}: {one['reason']}" for one in kept_out or targets}))
+    raise ConfigurationError(f"ab: {plan.fix} is in no process of server {name} ({why}); expected it active")
+
+
+def _asked_for(directory: Path, plan: Plan, notes: list[str]) -> tuple[str, list[ProcessState]]:
     servers = live_servers(directory, plan.server, notes, "ab")
     if len(servers) > 1:
         raise ConfigurationError(f"ab: {len(servers)} servers here; expected --server with one of {', '.join(servers)}")
@@ -317,11 +354,12 @@ def _server_of(directory: Path, plan: Plan, notes: list[str]) -> tuple[str, list
     if not there:
         known = ", ".join(sorted({fix for state in states for fix in state.content["switches"]})) or "none"
         raise ConfigurationError(f"ab: server {name} has no fix {plan.fix!r}; expected one of: {known}")
-    targets = [one for state in there for one in state.content["targets"] if one["fix"] == plan.fix]
-    if not any(one["verdict"] in _RUNS or one["reason"] == SWITCHED_OFF for one in targets):
-        why = "; ".join(sorted({f"{one['verdict']}: {one['reason']}" for one in targets}))
-        raise ConfigurationError(f"ab: {plan.fix} is in no process of server {name} ({why}); expected it active")
     return name, there
+
+
+def _some(modules: Sequence[str]) -> str:
+    more = len(modules) - _MOST_MODULES
+    return ", ".join(modules[:_MOST_MODULES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_metrics(plan: Plan, notes: list[str]) -> Sequence[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ..patching.arms import BOUNDS_S
 from ..report.status import table
-from .ab import Measured, Outcome
+from .ab import FEWEST_SLICES, START_IN_S, Measured, Outcome
 from .alternation import added, none_yet
 from .ratio import FEWEST_PAIRS, LEVEL, Ratio, paired, shared_level
 from .vllm_metrics import Histogram
@@ -64,8 +65,26 @@ class Report:
     @property
     def complete(self) -> bool:
         """Whether it ran to its end, its command well, and enough was measured to say something."""
-        enough = any(ratio is not None for ratio in self.ratios.values())
-        return enough and not self.outcome.why and self.outcome.restored and not self.outcome.exit_status
+        outcome = self.outcome
+        return not (self.no_answer or outcome.why or outcome.exit_status) and outcome.restored
+
+    @property
+    def no_answer(self) -> str:
+        """Why there is no interval at all, and what would give one; empty where there is one."""
+        if any(ratio is not None for ratio in self.ratios.values()):
+            return ""
+        plan, measured = self.outcome.plan, len(self.outcome.measured)
+        if len(self.pairs) >= FEWEST_PAIRS:
+            if not self.measures:
+                return f"No answer: {plan.fix} was called in no slice, and nothing else was measured."
+            return f"No answer: fewer than {FEWEST_PAIRS} pairs have anything to compare; there was too little load."
+        found = f"No answer: too few pairs of slices, {len(self.pairs)} of {FEWEST_PAIRS}"
+        if self.outcome.why or self.outcome.exit_status:
+            return f"{found}."
+        if measured < FEWEST_SLICES:
+            least_s = math.ceil(START_IN_S + FEWEST_SLICES * plan.slice_s)
+            return f"{found}. COMMAND must last {FEWEST_SLICES} slices, {least_s} s, or choose a shorter --slice."
+        return f"{found}, since slices are left out. More slices give more pairs (--slices, or a longer COMMAND)."
 
     def as_json(self) -> dict[str, Any]:
         outcome = self.outcome
@@ -108,6 +127,10 @@ class Report:
         if any(one.figures["count"] for one in self.kept):
             parts.append(self._histogram())
         parts += outcome.notes
+        if self.no_answer:
+            parts.append(self.no_answer)
+        elif not any(one.figures["count"] for one in self.kept):
+            parts.append(f"{outcome.plan.fix} was called in no slice: what differs is not its doing.")
         if outcome.why:
             parts.append(f"It ended early: {outcome.why}.")
         if outcome.exit_status:

@@ -171,6 +171,7 @@ def test_interrupted_the_switch_is_as_it_was_and_the_command_has_ended(
 def test_a_command_s_failure_is_reported_and_ends_the_a_b(serving: Serving) -> None:
     done = serving.ab("--", sys.executable, "-c", "import time, sys; time.sleep(3); sys.exit(7)")
     assert done.returncode == 1 and "exited with 7" in done.stdout, done.stdout + done.stderr
+    assert "No answer: too few pairs" in done.stdout and "COMMAND must" not in done.stdout
     assert serving.is_on()
 
 
@@ -193,8 +194,8 @@ def test_an_a_b_whose_measurer_is_killed_ends_by_itself(serving: Serving) -> Non
     process.kill()
     process.wait()
     assert serving.eventually_as(True, seconds=8)
-    done = serving.ab("--slices", "2")  # what it left does not stand in the way
-    assert "2 slices" in done.stdout, done.stdout + done.stderr
+    done = serving.ab("--slices", "6")  # what it left does not stand in the way
+    assert "6 slices" in done.stdout, done.stdout + done.stderr
 
 
 def test_an_a_b_that_ended_while_its_measurer_stood_still_is_not_measured_on(serving: Serving) -> None:
@@ -235,7 +236,7 @@ def test_a_switch_by_hand_ends_the_a_b_and_is_what_stays(serving: Serving) -> No
 
 def test_a_second_a_b_is_refused_and_disturbs_nothing(serving: Serving) -> None:
     process = serving.begun("--slices", "100")
-    done = serving.ab("--slices", "2")
+    done = serving.ab("--slices", "6")
     assert done.returncode == 2 and "an A/B of our-model runs there already" in done.stderr
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -253,6 +254,8 @@ def test_a_second_a_b_is_refused_and_disturbs_nothing(serving: Serving) -> None:
         (("ab", FIX, "--slice", "100ms"), "expected 1 to 3600 s"),
         (("ab", FIX, "--slice", "2s", "--settle", "3s"), "expected less than a slice"),
         (("ab", FIX, "--slice", "soon"), "expected a time, as 30s or 2m"),
+        (("ab", FIX, "--slices", "4"), "^h2d-patch: ab --slices 4; expected 6 or more: an interval needs 3 pairs.*\n$"),
+        (("ab", FIX, "--slices", "3", "--", "true"), "ab --slices 4; expected 6 or more"),
     ],
 )
 def test_wrong_usage_is_said_and_changes_nothing(serving: Serving, arguments: tuple[str, ...], says: str) -> None:
@@ -263,10 +266,32 @@ def test_wrong_usage_is_said_and_changes_nothing(serving: Serving, arguments: tu
 
 
 def test_without_metrics_host_times_are_compared(serving: Serving) -> None:
-    command = [sys.executable, "-m", "h2d_patch.cli", "ab", FIX, "--slice", "1s", "--slices", "6"]
+    command = [sys.executable, "-m", "h2d_patch.cli", "ab", FIX, "--slice", "1s", "--slices", "8"]
     done = subprocess.run(command, env=serving.server.env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and "only host times are measured" in done.stdout, done.stdout + done.stderr
     assert "host time a call" in done.stdout and "requests/s" not in done.stdout
+    said, *slices = done.stderr.splitlines()
+    assert said.startswith("h2d-patch: ab: only host times are measured") and slices[0].startswith("slice 0 ")
+
+
+def test_a_fix_that_no_process_has_loaded_is_refused_before_the_first_slice(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    with server.running() as running:
+        running("from h2d_patch.plugin import register\nregister()\nimport time\ntime.sleep(1.5)")
+        done = server.status("ab", FIX, "--slice", "1s", "--slices", "6")
+        assert done.returncode == 2 and not done.stdout, done.stdout
+        (line,) = done.stderr.splitlines()
+        assert f"{FIX} is loaded in no process of server" in line and "none has imported our_model)" in line
+        running("import our_model")
+        assert "A/B of" in server.status("ab", FIX, "--slice", "1s", "--slices", "6").stdout
+
+
+def test_a_command_that_is_too_short_is_said_to_be_so(serving: Serving) -> None:
+    done = serving.ab("--", sys.executable, "-c", "import time; time.sleep(4)")
+    assert done.returncode == 1, done.stdout
+    assert re.search(r"too few pairs of slices, [01] of 3\. COMMAND must last 6 slices, 8 s, or", done.stdout), (
+        done.stdout
+    )
 
 
 def test_the_environment_s_a_b_alternates_until_someone_switches_by_hand(serving: Serving, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from h2d_patch.operate.ab import Measured, Outcome, Plan
 from h2d_patch.operate.ab_report import Report
+from h2d_patch.operate.alternation import none_yet
 from h2d_patch.operate.slices import Slices, is_on
 from h2d_patch.operate.vllm_metrics import Histogram, Sample
 from h2d_patch.patching.arms import BOUNDS_S
@@ -92,6 +93,37 @@ def test_too_few_pairs_are_no_answer() -> None:
     assert not report.complete and "fewer than 3 pairs" in report.as_text()
     assert Report(outcome([])).as_json()["pairs"] == 0
     assert "0 slices" in Report(outcome([])).as_text()
+
+
+def test_why_there_is_no_answer_is_said_with_what_would_give_one() -> None:
+    short = Report(outcome(rates(2.0, 5)))
+    assert short.no_answer.startswith("No answer: too few pairs of slices, 2 of 3. COMMAND must last 6 slices, 182 s,")
+    assert short.no_answer in short.as_text()
+    made = outcome(rates(2.0, 6))
+    assert Report(made).no_answer == "" and "No answer" not in Report(made).as_text()
+    made.measured[0].left_out = "the clock was set"
+    assert "2 of 3, since slices are left out. More slices" in Report(made).as_text()
+    made.why = "interrupted"
+    assert "2 of 3.\n" in Report(made).as_text() and "More slices" not in Report(made).as_text()
+
+
+def test_where_nothing_was_called_that_is_said() -> None:
+    made = outcome(rates(2.0))
+    for one in made.measured:
+        one.figures = none_yet()
+    assert Report(made).complete and "kv-swap was called in no slice" in Report(made).as_text()
+    for one in made.measured:
+        one.sample = None
+    assert not Report(made).complete
+    assert "No answer: kv-swap was called in no slice, and nothing else was measured." in Report(made).as_text()
+
+
+def test_load_in_too_few_slices_is_no_answer() -> None:
+    made = outcome(rates(2.0))
+    for one in made.measured:
+        one.figures = none_yet()
+        one.sample = one.sample if one.number < 3 else None
+    assert "No answer: fewer than 3 pairs have anything to compare" in Report(made).as_text()
 
 
 def test_everything_can_be_written_as_json() -> None:
