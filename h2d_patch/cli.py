@@ -25,7 +25,7 @@ from .operate import control, prometheus, switching
 from .patching.recognise import Verdict
 from .releases import shipped
 from .report import status
-from .report.check import Site, check
+from .report.check import Site, as_text, check
 from .report.state import clean, read_states
 from .settings import ConfigurationError, Settings, duration, run_dir
 
@@ -131,8 +131,7 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
         name = distribution.metadata["Name"] if distribution is not None else "vllm"
         by = f" (the distribution {name})" if name != "vllm" else ""
         print(f"vLLM {release or 'of unknown version'} in {site.vllm.parent}{by}")
-        rows = [[row.fix, status.short(row.function), row.verdict.value, row.reason] for row in found]
-        print(status.table(["fix", "function", "verdict", "reason"], rows))
+        print(as_text(found, options.all))
         print(*notes, sep="\n", end="\n" if notes else "")
     return 1 if any(row.verdict is Verdict.REFUSED for row in found) else 0
 
@@ -504,6 +503,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("list", _list, "the fixes, and what each is for")
     added = command("check", _check, "which fixes would apply to this vLLM; reads its sources, imports nothing")
+    added.add_argument("--all", action="store_true", help="every target, also the forms for other releases")
     added.add_argument("--site", type=Path, metavar="DIR", help="a directory with vllm/ in it: an unpacked wheel")
     added = shown = command("status", _status, "which fixes are active in every process, and how often each ran")
     added.add_argument("--all", action="store_true", help="every target, and the tables of processes that have ended")

@@ -8,7 +8,8 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +18,12 @@ from urllib.parse import urlsplit
 from packaging.version import InvalidVersion, Version
 
 from ..manifest import Manifest
+from ..manifest import shipped as shipped_manifest
 from ..patching.recognise import Verdict, function_hash, recognise_statically
 from ..patching.rewrite import ModuleSource, Refused
 from ..releases import Releases, shipped
 from ..settings import ConfigurationError
+from .status import short, table
 
 _VERSION_LINE = re.compile(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", re.MULTILINE)
 _RECORD_LINE = re.compile(r"^vllm/__init__\.pyc?,", re.MULTILINE)
@@ -28,13 +31,19 @@ _RECORD_LINE = re.compile(r"^vllm/__init__\.pyc?,", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Checked:
-    """One target's static verdict, and the hash of its function's source (None: there is none to be read)."""
+    """One target's static verdict, and the hash of its function's source (None: there is none to be read).
+
+    `unasked` says why a fix that applies would not go in; `elsewhere`, that the target is absent as it is to be in this
+    release: a form of a shipped fix that is for others.
+    """
 
     fix: str
     function: str
     verdict: Verdict
     reason: str
     source: str | None = None
+    unasked: str = ""
+    elsewhere: bool = False
 
 
 class Installed:
@@ -171,6 +180,7 @@ def check(
     function is not that of the release, as `releases` knows it (None: as shipped), its reason says that first.
     """
     release = parsed(site.release())
+    ours, _ = shipped_manifest()
     releases = shipped() if releases is None else releases
     sources: dict[str, ModuleSource | None] = {}
     refusals: dict[str, str] = {}
@@ -201,8 +211,35 @@ def check(
         if result.verdict is Verdict.APPLIES and not (fix.default if selected is None else fix.id in selected):
             unasked = "off by default" if selected is None else "not selected by H2D_PATCH"
         found = hashes[target.function]
-        reasons = (releases.difference(target.function, found, release), unasked, result.reason)
-        yield Checked(fix.id, target.function, result.verdict, "; ".join(filter(None, reasons)), found)
+        difference = releases.difference(target.function, found, release)
+        reason = "; ".join(filter(None, (difference, unasked, result.reason)))
+        elsewhere = result.verdict is Verdict.ABSENT and not difference and fix.manifest == ours
+        yield Checked(fix.id, target.function, result.verdict, reason, found, unasked, elsewhere)
+
+
+def as_text(found: Sequence[Checked], everything: bool) -> str:
+    """A table of the targets. Unless `everything` is asked for, without the forms for other releases; then, a line for
+    each fix."""
+    rows = [row for row in found if everything or not row.elsewhere]
+    cells = [[row.fix, short(row.function), row.verdict.value, row.reason] for row in rows]
+    parts = [table(["fix", "function", "verdict", "reason"], cells)] if cells else []
+    if not everything:
+        if hidden := len(found) - len(rows):
+            parts.append(f"and {hidden} absent: forms for other releases (--all shows them)")
+        parts.append("\n".join(_in_a_line(fix, list(of)) for fix, of in itertools.groupby(found, lambda row: row.fix)))
+    return "\n\n".join(parts)
+
+
+def _in_a_line(fix: str, rows: Sequence[Checked]) -> str:
+    counts = Counter(row.verdict for row in rows)
+    order = (Verdict.REFUSED, Verdict.APPLIES, Verdict.UPSTREAM, Verdict.ABSENT)
+    said = ", ".join(
+        f"{number} {'apply' if verdict is Verdict.APPLIES and number > 1 else verdict.value}"
+        for verdict in order
+        if (number := counts[verdict])
+    )
+    unasked = next((f" ({row.unasked})" for row in rows if row.unasked), "")
+    return f"{fix}: {said}{unasked}"
 
 
 def parsed(release: str | None) -> Version | None:

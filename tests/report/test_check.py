@@ -360,6 +360,56 @@ def test_the_command_prints_json_and_says_refusals_in_its_exit_status(site_0_22_
     assert "refused" in capsys.readouterr().out
 
 
+def test_forms_for_other_releases_are_left_out_unless_asked_for(capsys) -> None:  # type: ignore[no-untyped-def]
+    site = str(fetch("0.22.1"))
+    assert main(["check", "--json", "--site", site]) == 0
+    targets = json.loads(capsys.readouterr().out)["targets"]
+    verdicts = {
+        verdict: [t for t in targets if t["verdict"] == verdict] for verdict in ("applies", "upstream", "absent")
+    }
+    assert main(["check", "--site", site]) == 0
+    table, hidden, summary = capsys.readouterr().out.split("\n\n")
+    rows = table.splitlines()[3:]
+    assert len(rows) == len(verdicts["applies"]) + len(verdicts["upstream"]) > 0
+    assert not any(" absent " in row for row in rows)
+    assert hidden == f"and {len(verdicts['absent'])} absent: forms for other releases (--all shows them)"
+    lines = dict(line.split(": ", 1) for line in summary.splitlines())
+    assert list(lines) == list(load().fixes)
+    assert lines["kv-swap"] == "2 apply, 6 absent" and lines["mla-context"] == "1 applies, 1 absent"
+    assert lines["flashinfer-plan"] == "2 apply, 3 absent (off by default)"
+    assert main(["check", "--all", "--site", site]) == 0
+    everything = capsys.readouterr().out.splitlines()
+    assert [row.split()[:1] for row in everything[3:]] == [[t["fix"]] for t in targets]
+
+
+def test_a_refusal_and_an_absence_that_is_not_the_release_s_are_always_shown(site_0_22_1: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    path = site_0_22_1 / "vllm/v1/worker/gpu_model_runner.py"
+    original = path.read_bytes()
+    path.write_bytes(original.replace(b"self.mrope_positions.cpu[:, :total", b"self.mrope_positions.cpu[:, 1:total"))
+    try:
+        assert main(["check", "--site", str(site_0_22_1)]) == 1
+    finally:
+        path.write_bytes(original)
+    shown = capsys.readouterr().out
+    assert "mrope-positions: 1 refused, 1 applies, 1 absent" in shown.splitlines()
+    (row,) = [row for row in shown.splitlines() if "_nested_tensors_h2d" in row]  # whose module this copy does not have
+    assert " absent " in row and "vLLM 0.22.1 has this function" in row
+
+
+def test_a_fix_of_one_s_own_that_is_absent_is_shown_with_the_reason(tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    (tmp_path / "ours.toml").write_text(
+        "manifest = 1\n[patch.ours]\nwhy = 'x'\n[[patch.ours.target]]\nfunction = 'acme_vision:f'\n"
+        "[[patch.ours.target.rewrite]]\nfind = 'S.to(D, non_blocking=True)'\nput = 'to_device(S, D)'\n"
+    )
+    monkeypatch.setenv("H2D_PATCH_MANIFEST", str(tmp_path / "ours.toml"))
+    assert main(["check", "--site", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert rows[0].split(maxsplit=3) == ["ours", "acme_vision:f", "absent", "there is no module acme_vision here"]
+    assert "ours: 1 absent" in rows
+
+
 def test_a_damaged_source_file_is_refused_not_a_crash(site_0_22_1: Path) -> None:
     path = site_0_22_1 / "vllm/v1/worker/gpu_model_runner.py"
     original = path.read_bytes()
