@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ NOT_SELECTED = "not selected by H2D_PATCH"
 DOES_NOT_APPLY = "does not apply"
 SWITCHED_OFF = "switched off"
 BAD = ("refused", "failed")
+_WIDTH = 120  # of a line of many words
 ROLES = {
     "api-server": "API server",
     "engine-core": "engine core",
@@ -32,8 +34,13 @@ def as_json(states: Iterable[ProcessState], why_nothing: Sequence[str]) -> dict[
 
 
 def as_text(states: Sequence[ProcessState], directory: Path, why_nothing: Sequence[str], everything: bool) -> str:
-    """One table for each process, of what an operator would act on; of every target where `everything` is asked for."""
+    """One table for each process, of what an operator would act on, and for each server the fixes that are in none.
+
+    Where `everything` is asked for, of every target.
+    """
     parts = [_process(state, everything) for state in states]
+    if not everything:
+        parts += _in_no_process(states)
     if not states:
         parts.append(
             f"No process has written its state to {directory}. "
@@ -121,6 +128,9 @@ def _process(state: ProcessState, everything: bool) -> str:
         return title
     if error := content.get("error"):
         return f"{title}\n  {error}"
+    targets = content.get("targets", [])
+    shown = [target for target in targets if everything or not left_out_of_table(target)]
+    idle = [] if everything or content.get("role") == "worker" else _idle(shown)
     rows = [
         [
             target["fix"],
@@ -131,20 +141,70 @@ def _process(state: ProcessState, everything: bool) -> str:
             "" if target.get("selftest_ms") is None else f"{target['selftest_ms']:.1f}",
             target["reason"],
         ]
-        for target in content.get("targets", [])
-        if everything or not left_out_of_table(target)
+        for target in shown
+        if target not in idle
     ]
     device = content.get("device", {})
-    notes = [f"  device profile: {device['profile']}"] if device.get("profile") else []
+    notes = _in_lines(idle)
+    notes += [f"  device profile: {device['profile']}"] if device.get("profile") else []
     notes += [f"  {note}" for note in device.get("notes", [])]
     notes += [f"  the switches stay as they are: {content['control']}"] if content.get("control") else []
     notes += [f"  {_ab(content['ab'])}"] if content.get("ab") else []
-    if not everything and (hidden := Counter(filter(None, map(left_out_of_table, content.get("targets", []))))):
+    if not everything and (hidden := Counter(filter(None, map(left_out_of_table, targets)))):
         notes.append(f"  and {', '.join(f'{number} {why}' for why, number in hidden.items())} (--all shows them)")
     if not rows:
         return "\n".join([title, *notes])
     header = ["fix", "function", "verdict", "calls", "fallbacks", "self-test ms", "reason"]
     return "\n".join([title, table(header, rows), *notes])
+
+
+def _idle(targets: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What is in a process that has called nothing, or off there: the workers' tables have it with its calls."""
+    if any(target["calls"] or target["fallbacks"] for target in targets):
+        return []
+    return [target for target in targets if target["verdict"] in ("active", "off")]
+
+
+def _in_lines(idle: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for what is active, and for each reason why something is off; fixes with the number of their functions."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for target in idle:
+        kinds["active" if target["verdict"] == "active" else f"off ({target['reason']})"][target["fix"]] += 1
+    return [
+        textwrap.fill(
+            f"{kind}, not called here: "
+            + ", ".join(f"{fix} in {number} functions" if number > 1 else fix for fix, number in fixes.items()),
+            _WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+        for kind, fixes in kinds.items()
+    ]
+
+
+def _in_no_process(states: Iterable[ProcessState]) -> Iterator[str]:
+    """Of each live server, the selected fixes that no process's table has: what became of them."""
+    servers: dict[str, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for state in states:
+        selected = state.content.get("switches", {})
+        for target in state.content.get("targets", []) if state.alive else []:
+            if target["fix"] in selected:
+                servers[state.content["server"]][target["fix"]].append(target)
+    for server, fixes in servers.items():
+        unseen = {fix: targets for fix, targets in fixes.items() if all(map(left_out_of_table, targets))}
+        if unseen:
+            lines = (f"  {fix}: {_what_became_of(targets)}" for fix, targets in unseen.items())
+            yield "\n".join([f"in no process of server {server}:", *lines])
+
+
+def _what_became_of(targets: Sequence[Mapping[str, Any]]) -> str:
+    verdicts = {target["verdict"] for target in targets}
+    if "pending" in verdicts:
+        return "pending, its modules are not loaded"
+    reasons = {target["reason"] for target in targets} - {""}
+    why = reasons.pop() if len(reasons) == 1 else "this release does not need it"
+    return f"{' or '.join(sorted(verdicts))}, {why}"
 
 
 def _ab(ab: Mapping[str, Any]) -> str:
