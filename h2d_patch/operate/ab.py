@@ -339,8 +339,10 @@ def _server_of(directory: Path, plan: Plan, notes: list[str]) -> tuple[str, list
             break
         time.sleep(_LOOK_EVERY_S)  # what a process has just loaded is in its state within a second
     if pending and not kept_out:
-        why = f"which does not use what it is for, or not yet (none has imported {_some(pending)})"
-        raise ConfigurationError(f"ab: {plan.fix} is loaded in no process of server {name}, {why}; expected it active")
+        raise ConfigurationError(
+            f"ab: {plan.fix} is loaded in no process of server {name}: none has imported {_some(pending)}, which it "
+            "does not use, or not yet; expected it active"
+        )
     why = "; ".join(sorted({f"{one['verdict']}: {one['reason']}" for one in kept_out or targets}))
     raise ConfigurationError(f"ab: {plan.fix} is in no process of server {name} ({why}); expected it active")
 

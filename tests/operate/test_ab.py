@@ -281,7 +281,7 @@ def test_a_fix_that_no_process_has_loaded_is_refused_before_the_first_slice(tmp_
         done = server.status("ab", FIX, "--slice", "1s", "--slices", "6")
         assert done.returncode == 2 and not done.stdout, done.stdout
         (line,) = done.stderr.splitlines()
-        assert f"{FIX} is loaded in no process of server" in line and "none has imported our_model)" in line
+        assert f"{FIX} is loaded in no process of server" in line and "none has imported our_model, which" in line
         running("import our_model")
         assert "A/B of" in server.status("ab", FIX, "--slice", "1s", "--slices", "6").stdout
 
