@@ -1,6 +1,7 @@
 """`h2d-patch`: what would be patched, what is, and whether the fixes do what the originals do.
 
-Exit status: 0 all well, 1 something was refused, failed or fell short, 2 wrong usage or a bad file or setting.
+Exit status: 0 all well, 1 something was refused, failed or fell short, 2 wrong usage or a bad file or setting. Of
+`status`: 1 also where a control file is refused, or nothing is patched since no process with our fixes lives.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, "ray", False):
             return _on_every_host(options, ours)
         # Whoever turns something off, or asks what is wrong, is not kept from it by what is wrong elsewhere.
-        if options.run in (_switch, _doctor):
+        if options.run in (_switch, _doctor, _status):
             return int(options.run(options))
         # Whatever the other command, a bad setting or manifest is said: the server that reads them would do without us.
         settings = Settings.from_environ()
@@ -136,16 +137,23 @@ def _check(options: argparse.Namespace, settings: Settings, manifest: Manifest) 
     return 1 if any(row.verdict is Verdict.REFUSED for row in found) else 0
 
 
-def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+def _status(options: argparse.Namespace) -> int:
     if options.json and options.prometheus:
         raise ConfigurationError("status: both --json and --prometheus; expected one of them")
+    directory = run_dir(os.environ)
     refused: list[str] = []
-    states = list(read_states(settings.run_dir, refused))
+    removed: list[Path] = []
+    try:
+        states = list(read_states(directory, refused))
+    except ConfigurationError:
+        if options.prometheus:  # whoever reads it must not take an empty file for a host without servers
+            print(prometheus.scrape(directory), end="")
+        raise
     if options.clean:
         try:
-            clean(settings.run_dir, states)
+            removed = clean(directory, states)
             if not refused:  # whose servers' names nobody knows
-                control.clean(settings.run_dir, states)
+                removed += control.clean(directory, states)
         except OSError as error:
             raise ConfigurationError(
                 f"status --clean: {error.filename}: {error.strerror}; expected a file that can be removed"
@@ -156,16 +164,18 @@ def _status(options: argparse.Namespace, settings: Settings, manifest: Manifest)
     if options.prometheus:
         print(prometheus.exposition(states, len(refused), 0, time.time()), end="")
     elif options.json:
-        _print_json(status.as_json(states, notes))
+        gone = {"removed": [str(path) for path in removed]} if options.clean else {}
+        _print_json({**status.as_json(states, notes), **gone})
     else:
-        print(status.as_text(states, settings.run_dir, notes, options.all))
+        print(status.as_text(states, directory, notes, options.all))
+        print(*(f"removed {_one_line(str(path))}" for path in removed), sep="\n", end="\n" if removed else "")
     for text in refused:
         print(f"h2d-patch: {_one_line(text)}", file=sys.stderr)
     if refused:
         return 2
     live = [state.content for state in states if state.alive]
     bad = any(target["verdict"] in status.BAD for content in live for target in content.get("targets", []))
-    return 1 if bad or any("error" in content or content.get("control") for content in live) else 0
+    return 1 if bad or not patched or any("error" in content or content.get("control") for content in live) else 0
 
 
 def _switch(options: argparse.Namespace) -> int:
@@ -509,9 +519,14 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--all", action="store_true", help="every target, and the tables of processes that have ended")
     added.add_argument("--clean", action="store_true", help="remove what processes that are gone have left")
     added.add_argument("--prometheus", action="store_true", help="print metrics, as h2d-patch export serves them")
+    added.epilog = (
+        "Exit status: 0 a process with our fixes lives, and none of them complains; 1 a fix was refused or failed, a "
+        "bad setting keeps them all out, a control file is refused, or nothing is patched since no such process lives; "
+        "2 wrong usage, or the run directory or a state in it cannot be read."
+    )
     added = command("switch", _switch, "turn a fix on or off in the live processes, without a restart")
     added.add_argument("fix", metavar="FIX", help=f"a fix id, or {switching.ALL}")
-    added.add_argument("on", choices=["on", "off"])
+    added.add_argument("on", choices=["on", "off"], metavar="{on,off}")
     added.add_argument("--server", metavar="NAME", help="only that server, called as status shows; default: all here")
     added.add_argument("--rank", type=_rank, metavar="N", help="only the workers of that rank")
     for one in (shown, added):

@@ -495,8 +495,8 @@ def _refuse_to_start(error: Exception) -> None:
     if strict:
         raise StrictError(text) from None
     try:
-        server = server_name(os.environ) or own_server()
-    except ConfigurationError:
+        server = os.environ["H2D_PATCH_SERVER"] = server_name(os.environ) or own_server()
+    except ConfigurationError:  # children find the name as wrong as this process does
         server = own_server()
     state = {
         **_identity(time.time(), server),

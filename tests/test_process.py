@@ -298,9 +298,13 @@ def test_a_bad_setting_leaves_the_server_running_unpatched_and_is_said(
     assert says in server.states()[0]["error"]
     strict = server.run(CALL, check=False, H2D_PATCH_STRICT="1", **{name: value})
     assert strict.returncode != 0 and says in strict.stderr.splitlines()[-1]
-    for command in (["list"], ["status"], ["selftest"]):
+    for command in (["list"], ["selftest"]):
         shown = server.status(*command, **{name: value})
         assert shown.returncode == 2 and says in shown.stderr and len(shown.stderr.splitlines()) == 1
+    shown = server.status("status", **{name: value})
+    assert shown.returncode == 1 and says in shown.stdout and shown.stderr == "", (
+        "what is wrong in a shell is no matter"
+    )
 
 
 def test_strict_makes_a_refusal_fatal_at_the_import(server: Server) -> None:
@@ -382,6 +386,9 @@ def test_a_spawned_child_registers_for_itself(server: Server) -> None:
     """
     server.run(script)
     assert {state["role"] for state in server.states()} == {"api-server", "worker"}
+    server.run("register()\n" + script, H2D_PATCH="nonsense")
+    unpatched = [state["server"] for state in server.states() if "error" in state]
+    assert len(unpatched) == 2 and len(set(unpatched)) == 1, "one server's, although no setting could be read"
 
 
 def test_status_shows_processes_marks_the_dead_and_cleans_them(server: Server) -> None:
@@ -397,8 +404,11 @@ def test_status_shows_processes_marks_the_dead_and_cleans_them(server: Server) -
     assert {"fix", "function", "verdict", "reason", "calls", "fallbacks", "selftest_ms"} <= set(
         printed["processes"][0]["targets"][0]
     )
-    assert "No process has written" in server.status("status", "--clean").stdout
+    cleaned = server.status("status", "--clean").stdout
+    assert "No process has written" in cleaned and cleaned.count("\nremoved ") == 1
+    assert f"\nremoved {server.path / 'run/state-'}" in cleaned
     assert server.states() == []
+    assert json.loads(server.status("status", "--clean", "--json").stdout)["removed"] == []
 
 
 def test_status_refuses_a_damaged_state_file_and_names_it(server: Server) -> None:

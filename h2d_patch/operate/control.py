@@ -63,6 +63,29 @@ class Control:
         ab = None if self.ab is not None and self.ab.fix in chosen else self.ab
         return replace(self, switches=(*kept, *(Switched(fix, on, rank, now) for fix in chosen)), ab=ab)
 
+    @classmethod
+    def as_taken(cls, server: str, states: Iterable[ProcessState]) -> Control:
+        """The switches that the live processes of `server` have taken, for workers that start later.
+
+        A fix is off in every process where one without a rank has it off, or, if there is none, each has.
+        """
+        off: dict[str, dict[int | None, bool]] = {}
+        for state in states:
+            if state.alive and state.content["server"] == server:
+                rank = state.content.get("rank")
+                for fix, on in state.content["switches"].items():
+                    by_rank = off.setdefault(fix, {})
+                    by_rank[rank] = by_rank.get(rank, False) or not on
+        taken = cls(server)
+        for fix, by_rank in sorted(off.items()):
+            everywhere = by_rank.pop(None, all(by_rank.values()))
+            if everywhere:
+                taken = taken.turned([fix], False)
+            for rank, is_off in by_rank.items():
+                if is_off is not everywhere:
+                    taken = taken.turned([fix], not is_off, rank)
+        return taken
+
 
 def path_of(directory: Path, server: str) -> Path:
     return directory / f"control-{server}.json"
@@ -89,8 +112,8 @@ def read(directory: Path, server: str) -> Control | None:
 def update(directory: Path, server: str, change: Callable[[Control], Control]) -> str | None:
     """Writes what `change` makes of the control file of `server`.
 
-    A file that cannot be read is replaced, and why is returned: the processes have kept what they had. Raises
-    ConfigurationError where nothing can be written.
+    A file that cannot be read is replaced, and why is returned: the processes have kept what they had, and the new
+    file begins with that. Raises ConfigurationError where nothing can be written.
     """
     checked_server(server)
     try:
@@ -100,7 +123,7 @@ def update(directory: Path, server: str, change: Callable[[Control], Control]) -
             try:
                 found = read(directory, server)
             except ConfigurationError as error:
-                replaced = str(error)
+                replaced, found = str(error), Control.as_taken(server, read_states(directory, []))
             new = change(found or Control(server))
             write_whole(path_of(directory, server), json.dumps({"schema": SCHEMA, **asdict(new)}))
     except OSError as error:
@@ -141,11 +164,13 @@ def remove_left_behind(directory: Path, server: str) -> None:
         path_of(directory, server).unlink(missing_ok=True)
 
 
-def clean(directory: Path, states: Iterable[ProcessState]) -> None:
-    """Removes the control files of servers of which no process lives."""
+def clean(directory: Path, states: Iterable[ProcessState]) -> list[Path]:
+    """Removes the control files of servers of which no process lives; which they were."""
     live = {path_of(directory, state.content["server"]) for state in states if state.alive}
-    for path in set(directory.glob("control-*.json")) - live:
+    gone = sorted(set(directory.glob("control-*.json")) - live)
+    for path in gone:
         path.unlink(missing_ok=True)
+    return gone
 
 
 @contextmanager

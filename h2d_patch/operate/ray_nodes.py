@@ -28,8 +28,8 @@ _COMMAND_S = 30.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What the command said on one host. `exit` is None where it did not run: `error` says why, if not for want of a
-    process that it is for."""
+    """What the command said on one host. `exit` is None where it did not run, or `status` found nobody alive: `error`
+    says why, if not for want of a process that it is for."""
 
     host: str
     address: str
@@ -96,7 +96,8 @@ def here(
         return host, None, "", ""
     command = [sys.executable, "-m", "h2d_patch", *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-    return host, done.returncode, done.stdout, done.stderr
+    nobody = only is None and not states and done.returncode == 1
+    return host, None if nobody else done.returncode, done.stdout, done.stderr
 
 
 def as_text(answers: Sequence[Answer]) -> str:

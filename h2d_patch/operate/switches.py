@@ -36,9 +36,13 @@ class Switches:
         self._seen: tuple[int, ...] | None = None
 
     def poll(self, rank: int | None) -> bool:
-        """Takes what the file says; whether anything has changed. Costs two `lstat` calls where the file has not."""
+        """Takes what the file says; whether anything has changed.
+
+        Costs two `lstat` calls where the file has not. What cannot be used is looked at each time: it may be the
+        directory that is mended, or the process that has a file descriptor to spare again.
+        """
         seen = control.signature(self._directory, self._server)
-        if seen == self._seen:
+        if seen == self._seen and self.problem is None:
             return False
         with self._lock:
             self._seen = seen if control.is_settled(seen) else None

@@ -75,6 +75,11 @@ def turn(
     fixes = {name: sorted(there) if fix == ALL else [fix] for name, there in known.items()}
     everyone = [state for states in chosen.values() for state in states]
     if fix not in (there := {ALL}.union(*known.values())):
+        if any(target["fix"] == fix for state in everyone for target in state.content["targets"]):
+            where = "any live server" if server is None else f"server {server}"
+            raise ConfigurationError(
+                f"switch: {fix} is not selected by H2D_PATCH in {where}; that takes the variable and a restart"
+            )
         expected = ", ".join(sorted(there))
         raise ConfigurationError(f"switch: no live server has a fix {fix!r}; expected one of: {expected}")
     asked = [state for state in everyone if _is_asked(state, rank)]
@@ -85,7 +90,7 @@ def turn(
     for name, names in fixes.items():
         change = functools.partial(control.Control.turned, fixes=names, on=on, rank=rank)
         if known[name].intersection(names) and (replaced := control.update(directory, name, change)):
-            notes.append(f"replaced, since no process could read it: {replaced}")
+            notes.append(f"replaced, with what the processes had, since no process could read it: {replaced}")
     deadline = time.monotonic() + patience_s
     found = {state.path: state for state in asked}
     while True:
@@ -105,12 +110,17 @@ def live_servers(directory: Path, server: str | None, notes: list[str], command:
 
     States that cannot be read are said in `notes`. Raises ConfigurationError where there is no such server.
     """
-    live = [state for state in read_states(directory, notes) if state.alive and "error" not in state.content]
+    everyone = [state for state in read_states(directory, notes) if state.alive]
+    live = [state for state in everyone if "error" not in state.content]
     here = {_server(state) for state in live if state.content.get("host") == socket.gethostname()}
     names = here if server is None else {_server(state) for state in live if _server(state) == server}
     if not names:
         what = "no live server" if server is None else f"no live server {server}"
-        others = ", ".join(sorted({_server(state) for state in live})) or "none at all"
+        for state in everyone:
+            if "error" in state.content and server in (None, _server(state)):
+                error = str(state.content["error"]).removeprefix("h2d_patch: ")
+                raise ConfigurationError(f"{command}: server {_server(state)} has no fix in: {error}")
+        others = ", ".join(sorted({_server(state) for state in everyone})) or "none at all"
         raise ConfigurationError(f"{command}: {what} in {directory}; there: {others} (run as the server's user)")
     return {name: [state for state in live if _server(state) == name] for name in sorted(names)}
 

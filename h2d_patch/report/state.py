@@ -166,15 +166,17 @@ def _check(path: Path, content: Any) -> None:
         raise ConfigurationError(f"{path}: {wrong[0]}: found {shown}; expected a state file, written by h2d_patch")
 
 
-def clean(directory: Path, states: Iterable[ProcessState]) -> None:
-    """Removes the states of processes that are gone, and what processes killed while writing have left."""
-    for state in states:
-        if not state.alive:
-            state.path.unlink(missing_ok=True)
-    for path in directory.glob(".*.tmp"):
+def clean(directory: Path, states: Iterable[ProcessState]) -> list[Path]:
+    """Removes the states of processes that are gone, and what processes killed while writing have left; which."""
+    gone = [state.path for state in states if not state.alive]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    for path in sorted(directory.glob(".*.tmp")):
         with contextlib.suppress(FileNotFoundError):  # its writer lives, and has named it
             if time.time() - path.lstat().st_mtime > _LEFT_BEHIND_S:
                 path.unlink()
+                gone.append(path)
+    return gone
 
 
 def start_time(pid: int) -> int | None:

@@ -29,7 +29,7 @@ from h2d_patch.operate.control import (
     remove_left_behind,
     update,
 )
-from h2d_patch.report.state import SCHEMA, read_states, start_time
+from h2d_patch.report.state import SCHEMA, ProcessState, read_states, start_time
 from h2d_patch.settings import ConfigurationError, Settings
 
 NAME = "a-server"
@@ -172,6 +172,38 @@ def test_a_writer_replaces_what_no_process_could_read_and_says_so(directory: Pat
     assert before is None or behind.read_text() == before
 
 
+def process(rank: int | None, alive: bool = True, server: str = NAME, **switches: bool) -> ProcessState:
+    return ProcessState(Path("state"), {"server": server, "rank": rank, "switches": switches}, alive)
+
+
+@pytest.mark.parametrize(
+    ("processes", "off"),
+    [
+        ([process(None, a=True), process(0, a=True)], {}),
+        ([process(None, a=False), process(0, a=False), process(1, a=False)], {None, 0, 1, 7}),
+        ([process(None, a=True), process(0, a=True), process(1, a=False)], {1}),
+        ([process(None, a=False), process(0, a=True), process(1, a=False)], {None, 1, 7}),
+        ([process(0, a=False), process(1, a=False)], {None, 0, 1, 7}),
+        ([process(0, a=False), process(1, a=True)], {0}),
+        ([process(None, a=False), process(None, a=True)], {None, 0, 1, 7}),
+        ([process(None, a=True), process(None, alive=False, a=False), process(None, server="b", a=False)], {}),
+    ],
+)
+def test_what_processes_have_taken_is_what_a_new_file_says(processes: list[ProcessState], off: set[int | None]) -> None:
+    control = Control.as_taken(NAME, processes)
+    assert {rank for rank in (None, 0, 1, 7) if control.wanted("a", rank) is False} == set(off)
+
+
+def test_a_writer_replaces_a_damaged_file_by_what_the_processes_have(directory: Path) -> None:
+    state(directory, os.getpid(), switches={"kv-swap": False, "vision-rope": True})
+    written(directory).write_text("{")
+    assert update(directory, NAME, off("mrope-positions"))
+    found = read(directory, NAME)
+    assert found is not None
+    fixes = ("kv-swap", "mrope-positions", "vision-rope")
+    assert [found.wanted(fix, None) for fix in fixes] == [False, False, None]
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..\n", "x" * 65, "ü", "a b"])
 def test_a_server_s_name_must_do_for_a_file_s(directory: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match="expected letters, digits"):
@@ -290,7 +322,8 @@ def test_files_of_servers_that_are_gone_are_cleaned_and_those_of_live_ones_stay(
     state(directory, os.getpid())
     for name in (NAME, "gone", "never-seen"):
         update(directory, name, off("a"))
-    clean(directory, list(read_states(directory)))
+    gone_too = [path_of(directory, name) for name in ("gone", "never-seen")]
+    assert clean(directory, list(read_states(directory))) == gone_too
     assert [path.name for path in directory.glob("control-*")] == [f"control-{NAME}.json"]
 
 

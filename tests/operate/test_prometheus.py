@@ -276,4 +276,9 @@ def test_status_prints_the_same(
     (run_dir / "state-x-bad.json").write_text("{")
     assert main(["status", "--prometheus"]) == 2
     assert value(read(capsys.readouterr().out), "h2d_patch_states_unreadable") == 1
+    run_dir.chmod(0o777)
+    assert main(["status", "--prometheus"]) == 2
+    said = capsys.readouterr()
+    assert said.out == scrape(run_dir) and value(read(said.out), "h2d_patch_run_dir_refused") == 1
+    assert "can be written by others (mode 0777)" in said.err
     assert main(["status", "--prometheus", "--json"]) == 2

@@ -88,6 +88,8 @@ def test_on_a_host_the_command_runs_where_it_has_a_process(tmp_path: Path) -> No
     for key in ("H2D_PATCH", "H2D_PATCH_MANIFEST"):
         environ[key] = server.env[key]
     switch = ["switch", "our-model", "off"]
+    _, code, output, error = ray_nodes.here(["status"], environ, None)
+    assert (code, error) == (None, "") and "No process has written its state" in output
     assert ray_nodes.here(switch, environ, {})[1:] == (None, "", "")
     with server.running() as process:
         process("from h2d_patch.plugin import register\nregister()")

@@ -105,7 +105,11 @@ def test_what_is_kept_off_or_was_not_selected_is_not_turned_on(server: Server, p
     assert status == 1 and "Model.forward stays off: kept off on purpose" in text
     assert process(CALLS) == 0
     status, text = switch(server, "kv-swap", "on")
-    assert status == 2 and "no live server has a fix 'kv-swap'; expected one of: all, our-model" in text
+    assert status == 2 and "kv-swap is not selected by H2D_PATCH in any live server; that takes the variable" in text
+    status, text = switch(server, "kv-swap", "off", "--server", server.states()[0]["server"])
+    assert status == 2 and f"in server {server.states()[0]['server']}; that takes the variable" in text
+    status, text = switch(server, "kv-swop", "on")
+    assert status == 2 and "no live server has a fix 'kv-swop'; expected one of: all, our-model" in text
 
 
 def test_children_forked_and_spawned_take_the_switches_of_their_parent_s_server(server: Server) -> None:
@@ -222,7 +226,7 @@ def test_a_control_file_that_is_not_ours_is_said_once_and_changes_nothing(server
         shown = server.status("status")
         assert shown.returncode == 1 and "can be written by others (mode 0606)" in shown.stdout
         status, text = switch(server, "all", "on")
-        assert status == 0 and "replaced, since no process could read it" in text
+        assert status == 0 and "since no process could read it" in text
         assert running.state()["switches"] == {"our-model": True} and running.state()["control"] is None
 
 
@@ -263,7 +267,8 @@ def test_a_process_killed_while_it_writes_leaves_nothing_half_written(server: Se
             running(endless)
             time.sleep(0.2)
     assert len(server.states()) == 3
-    assert server.status("status").returncode == 0
+    shown = server.status("status")
+    assert shown.stdout.count("(dead; ") == 3 and shown.stderr == ""
 
 
 def test_50_000_switches_under_load_lose_no_call_and_leave_a_small_file(server: Server, process: Running) -> None:
@@ -384,6 +389,48 @@ def test_a_change_right_after_a_look_is_seen_at_the_next_one(tmp_path: Path, mon
         path.write_text(text.replace("false", "true "))
         told.poll(None)
         assert switches["a"].on
+
+
+def test_a_server_into_which_no_fix_got_is_named_with_the_reason(server: Server) -> None:
+    with server.running(H2D_PATCH="our-model", H2D_PATCH_SERVER="well") as well:
+        well(BARE)
+        with server.running(H2D_PATCH="nonsense", H2D_PATCH_SERVER="chat") as running:
+            running(BARE)
+            status, text = switch(server, "all", "off", "--server", "chat")
+            assert status == 2
+            assert "switch: server chat has no fix in: nothing is patched: H2D_PATCH: unknown fix 'nonsense'" in text
+            status, text = switch(server, "all", "off", "--server", "another")
+            assert status == 2 and "no live server another" in text and "there: chat, well (" in text
+            assert switch(server, "all", "off")[0] == 0
+            well.end()
+            status, text = switch(server, "all", "off")
+            assert status == 2 and "server chat has no fix in: nothing is patched: " in text
+
+
+def test_a_file_in_place_of_a_damaged_one_keeps_what_was_switched_before(server: Server) -> None:
+    name = "chat"
+    with server.running(H2D_PATCH="our-model,kv-swap", H2D_PATCH_SERVER=name) as running:
+        running(BARE)
+        assert switch(server, "our-model", "off")[0] == 0
+        path_of(server.path / "run", name).write_text("{")
+        assert eventually(lambda: server.states()[0]["control"])
+        status, text = switch(server, "kv-swap", "off")
+        assert status == 0 and "replaced, with what the processes had, since no process could read it" in text
+        both_off = {"our-model": False, "kv-swap": False}
+        assert running.state()["switches"] == both_off and running.state()["control"] is None
+        with server.running(H2D_PATCH="our-model,kv-swap", H2D_PATCH_SERVER=name) as later:
+            later(BARE)
+            assert later.state()["switches"] == both_off
+
+
+def test_a_run_directory_that_is_repaired_is_no_longer_said_to_be_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    told = Switches(tmp_path, "name", {"a": Switch()})
+    assert told.poll(None) and told.problem is not None and "(mode 0777)" in told.problem
+    assert not told.poll(None) and told.problem
+    tmp_path.chmod(0o700)
+    assert told.poll(None) and told.problem is None
+    assert not told.poll(None)
 
 
 def test_a_refused_file_that_is_removed_is_no_longer_said(tmp_path: Path) -> None:

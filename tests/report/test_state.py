@@ -94,7 +94,8 @@ def test_cleaning_removes_the_dead_and_what_a_killed_writer_left(tmp_path: Path)
     (tmp_path / ".old.tmp").touch()
     os.utime(tmp_path / ".old.tmp", (1, 1))
     (tmp_path / ".being-written.tmp").touch()
-    clean(tmp_path, list(read_states(tmp_path)))
+    removed = clean(tmp_path, list(read_states(tmp_path)))
+    assert [path.name for path in removed] == ["state-x-1.json", ".old.tmp"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".being-written.tmp", "state-x-2.json"]
 
 
