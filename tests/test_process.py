@@ -386,7 +386,7 @@ def test_a_spawned_child_registers_for_itself(server: Server) -> None:
     """
     server.run(script)
     assert {state["role"] for state in server.states()} == {"api-server", "worker"}
-    server.run("register()\n" + script, H2D_PATCH="nonsense")
+    server.run("    register()" + script, H2D_PATCH="nonsense")
     unpatched = [state["server"] for state in server.states() if "error" in state]
     assert len(unpatched) == 2 and len(set(unpatched)) == 1, "one server's, although no setting could be read"
 
