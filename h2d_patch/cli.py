@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, "ray", False):
             return _on_every_host(options, ours)
         # Whoever turns something off, or asks what is wrong, is not kept from it by what is wrong elsewhere.
-        if options.run in (_switch, _doctor, _status):
+        if options.run in (_switch, _doctor, _status, _export):
             return int(options.run(options))
         # Whatever the other command, a bad setting or manifest is said: the server that reads them would do without us.
         settings = Settings.from_environ()
@@ -227,10 +227,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigurationError(f"{path}: {error.strerror}; expected a file to write") from None
 
 
-def _export(options: argparse.Namespace, settings: Settings, manifest: Manifest) -> int:
+def _export(options: argparse.Namespace) -> int:
     from .operate import exporter
 
-    return exporter.run(settings.run_dir, options.host, options.port, lambda url: print(url, flush=True))
+    return exporter.run(run_dir(os.environ), options.host, options.port, lambda url: print(url, flush=True))
 
 
 def _doctor(options: argparse.Namespace) -> int:

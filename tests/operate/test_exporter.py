@@ -139,7 +139,11 @@ def exporting(run_dir: Path, *arguments: str) -> tuple[subprocess.Popen[str], st
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_cleanly_when_told_to_also_with_a_client_on_the_line(run_dir: Path, number: int) -> None:
+def test_it_ends_cleanly_when_told_to_also_with_a_client_on_the_line(
+    run_dir: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H2D_PATCH", "misspelt")  # the server's, whose metrics say that nothing is in
+    monkeypatch.setenv("H2D_PATCH_MANIFEST", "/nowhere.toml")
     process, url = exporting(run_dir, "--port", "0")
     try:
         assert url.startswith("http://127.0.0.1:") and " 7\n" in get(url)
